@@ -1,0 +1,1 @@
+"""The executor, its control plane and the vLLM plugin."""

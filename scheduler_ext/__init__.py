@@ -1,0 +1,1 @@
+"""The scheduler side: the manifest of a round, and the scheduler that writes it."""

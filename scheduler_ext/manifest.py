@@ -1,0 +1,100 @@
+"""The manifest: what every stage must know of a round before it starts.
+
+The scheduler makes it once; it travels with the round; every stage obeys it and
+derives none of it again. So two stages can never disagree on whether, with
+whom, or in which shape a transfer takes place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+# The attribute of vLLM's SchedulerOutput that carries the manifest between the
+# scheduler and the executor, which live in one process. On the wire the
+# manifest is a typed field of its own.
+_ATTRIBUTE = "handoff_manifest"
+
+# A payload row is the sampled tokens, the number sampled and the number rejected.
+COUNT_COLUMNS = 2
+# Header columns: magic, round, rows, width.
+HEADER_COLUMNS = 4
+HEADER_MAGIC = 0x48414E44_4F464621
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A request's place in a round's batch.
+
+    `generation` is the round that admitted the request to the workers: it
+    changes when a request is preempted and resumed, and when an id is used
+    again, so (req_id, generation) never names two lives of a request.
+    """
+
+    req_id: str
+    generation: int
+    # False for an unfinished prefill chunk and for a first sample that already
+    # reaches the request's length cap: no later round reads this row's sample.
+    feeds: bool
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One round's agreement between all stages.
+
+    Attributes:
+        round: the round's number, counted from 0 by the scheduler.
+        num_tokens: rows of hidden states that cross each stage boundary;
+            0 means that nothing crosses and nobody receives.
+        width: token columns of a handoff row (1, or 1 + drafts). Fixed by
+            configuration, so sender and receiver can never count differently.
+        rows: the round's requests in batch order, if it hands off; else empty.
+        needs: rounds, oldest first, whose handoffs a receiving stage must have
+            applied before it builds this round's inputs. Over all rounds, every
+            round that hands off is named exactly once and in order, so sends
+            and receives pair up whatever happens to the requests.
+        dispatch: whether the round goes to the workers at all.
+    """
+
+    round: int
+    num_tokens: int
+    width: int = 1
+    rows: tuple[Row, ...] = ()
+    needs: tuple[int, ...] = ()
+    dispatch: bool = True
+
+    def __post_init__(self) -> None:
+        if self.round < 0 or self.num_tokens < 0 or self.width < 1:
+            raise ValueError(f"round {self.round}: counts in a manifest cannot be negative, nor its width below 1")
+        if self.rows and not self.num_tokens:
+            raise ValueError(f"round {self.round}: a round without tokens cannot hand off")
+        if self.rows and not any(row.feeds for row in self.rows):
+            raise ValueError(f"round {self.round}: a handoff needs at least one row that feeds a later round")
+        if any(a >= b for a, b in zip(self.needs, self.needs[1:])) or any(n >= self.round for n in self.needs):
+            raise ValueError(f"round {self.round}: needs must name earlier rounds in order, got {self.needs}")
+        if not self.dispatch and (self.num_tokens or self.needs):
+            raise ValueError(f"round {self.round}: a round with tokens or needs must be dispatched")
+
+    @property
+    def handoff(self) -> bool:
+        """Whether this round's sampled tokens are transferred at all."""
+        return bool(self.rows)
+
+    @property
+    def payload_shape(self) -> tuple[int, int]:
+        """Shape of the packed int64 handoff: a header row, then one row a request."""
+        return len(self.rows) + 1, max(self.width + COUNT_COLUMNS, HEADER_COLUMNS)
+
+
+def attach(scheduler_output: Any, manifest: Manifest) -> None:
+    """Make `manifest` the manifest of a vLLM SchedulerOutput."""
+    setattr(scheduler_output, _ATTRIBUTE, manifest)
+
+
+def manifest_of(scheduler_output: Any) -> Manifest | None:
+    """The manifest attached to a SchedulerOutput, or None if its scheduler made none."""
+    return getattr(scheduler_output, _ATTRIBUTE, None)
+
+
+def detach(scheduler_output: Any) -> Manifest | None:
+    """Take the manifest off a SchedulerOutput, so that it is not pickled along with it."""
+    return scheduler_output.__dict__.pop(_ATTRIBUTE, None)

@@ -1,0 +1,1 @@
+"""Native CPU versions of the Triton kernels on the V2 model runner's path."""
