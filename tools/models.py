@@ -58,6 +58,10 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER)
 
 
+def _facts(path: Path) -> dict[str, int | str]:
+    return {"size": path.stat().st_size, "sha256": sha256_of(path)}
+
+
 def is_complete(folder: Path, recipe: Recipe, verify: bool = False) -> bool:
     """Whether the folder holds what this recipe makes; with `verify`, to the last byte."""
     try:
@@ -95,7 +99,7 @@ def get(name: str, *, cache: Path = CACHE, say: Say = _quiet, verify: bool = Fal
             recipe.make(partial, cache, lambda line: say(f"{name}: {line}"))
         except ImportError as error:
             raise ModelError(f"{error.name} is not installed: run `make env`, then use .venv/bin/python.") from error
-        files = {str(p.relative_to(partial)): {"size": p.stat().st_size, "sha256": sha256_of(p)} for p in _files(partial)}
+        files = {str(p.relative_to(partial)): _facts(p) for p in _files(partial)}
         (partial / MARKER).write_text(json.dumps({"version": recipe.version, "files": files}, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         partial.replace(folder)
@@ -113,7 +117,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("names", nargs="*", metavar="MODEL", help="which to get; its folder is printed, one a line")
     parser.add_argument("--all", action="store_true", help="get every model")
-    parser.add_argument("--verify", action="store_true", help="compare every file's SHA-256; make the model anew if wrong")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare every SHA-256; make the model anew if one is wrong"
+    )
     parser.add_argument("--cache", type=Path, default=CACHE, help="where models are kept (default: .cache/models)")
     return parser
 

@@ -1,0 +1,36 @@
+# `make` alone lists what there is to do.
+.DEFAULT_GOAL := help
+VENV ?= $(CURDIR)/.venv
+export VENV
+PYTHON := $(VENV)/bin/python
+# For instance: make test ARGS="-k manifest"
+ARGS ?=
+# cpu or gpu: which vLLM `make env` installs.
+KIND ?= cpu
+
+.PHONY: help env demo test lint format models clean
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: ## Make or mend .venv, with vLLM for the CPU (KIND=gpu: for NVIDIA GPUs); about 3 minutes the first time
+	@bash tools/setup_env.sh $(KIND)
+
+demo: env ## Serve a small real model on two stages and stream eight answers from it
+	@$(VENV)/bin/vllm-handoff demo $(ARGS)
+
+test: env ## Run every test
+	@$(PYTHON) -m pytest $(ARGS)
+
+lint: env ## Check style (ruff) and types (mypy)
+	@bash tools/lint.sh
+
+format: env ## Let ruff mend and format the code, then check it
+	@bash tools/lint.sh --fix
+
+models: env ## Get every model that tests and the demo use
+	@$(PYTHON) tools/models.py --all
+
+clean: ## Remove the environment, the models and everything else that was made here
+	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
