@@ -1,0 +1,76 @@
+"""Which kernels have a native version, and how they are put in Triton's place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm_handoff.worker.cpu_kernels import block_table, gumbel, input_batch, staged_writes
+
+NativeKernel = Callable[..., None]
+
+_RUNNER = "vllm.v1.worker.gpu"
+
+# Kernel's qualified name -> native version with the kernel's parameter names.
+NATIVE_KERNELS: dict[str, NativeKernel] = {
+    f"{_RUNNER}.input_batch._prepare_prefill_inputs_kernel": input_batch.prepare_prefill_inputs,
+    f"{_RUNNER}.input_batch._prepare_pos_seq_lens_kernel": input_batch.prepare_pos_seq_lens,
+    f"{_RUNNER}.input_batch._combine_sampled_and_draft_tokens_kernel": input_batch.combine_sampled_and_draft_tokens,
+    f"{_RUNNER}.input_batch._get_num_sampled_and_rejected_kernel": input_batch.get_num_sampled_and_rejected,
+    f"{_RUNNER}.input_batch._post_update_kernel": input_batch.post_update,
+    f"{_RUNNER}.input_batch._post_update_num_computed_tokens_kernel": input_batch.post_update_num_computed_tokens,
+    f"{_RUNNER}.input_batch._expand_idx_mapping_kernel": input_batch.expand_idx_mapping,
+    f"{_RUNNER}.block_table._gather_block_tables_kernel": block_table.gather_block_tables,
+    f"{_RUNNER}.block_table._compute_slot_mappings_kernel": block_table.compute_slot_mappings,
+    f"{_RUNNER}.cp_utils._dcp_local_seq_lens_kernel": block_table.dcp_local_seq_lens,
+    f"{_RUNNER}.buffer_utils._apply_write_kernel": staged_writes.apply_write,
+    f"{_RUNNER}.sample.gumbel._temperature_kernel": gumbel.apply_temperature,
+    f"{_RUNNER}.sample.gumbel._gumbel_sample_kernel": gumbel.gumbel_sample,
+}
+
+# Native versions whose first parameter is the launch grid: the kernel learns something from it that no argument tells.
+GRID_KERNELS = frozenset({f"{_RUNNER}.block_table._gather_block_tables_kernel"})
+
+_registered = False
+
+
+def register_native_kernels() -> None:
+    """See `vllm_handoff.worker.cpu_kernels.register_cpu_kernels`."""
+    global _registered
+    if _registered:
+        return
+    from vllm.triton_utils import HAS_TRITON, triton
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    if HAS_TRITON:
+        raise RuntimeError("The native CPU kernels replace Triton's, but vLLM found a Triton that works here")
+    # Launchers call triton.next_power_of_2 on the host, and vLLM 0.32's placeholder for a missing Triton lacks it.
+    # To be dropped once vLLM's placeholder has it.
+    if not hasattr(triton, "next_power_of_2"):
+        from vllm.utils.math_utils import next_power_of_2
+
+        triton.next_power_of_2 = next_power_of_2
+    register_kernels(NATIVE_KERNELS)
+    for name in GRID_KERNELS:
+        _pass_grid(name)
+    _registered = True
+
+
+def _pass_grid(name: str) -> None:
+    """Make launches of a registered kernel hand their grid to the native version, which vLLM's wrapper drops.
+
+    To be dropped once vLLM's `KernelOverride` passes the grid on.
+    """
+    from vllm.triton_utils.dispatcher import KernelOverride
+
+    class GridKernelOverride(KernelOverride):
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                return self._impl(grid, *args, **kwargs)
+
+            return launch
+
+    module_name, attribute = name.rsplit(".", 1)
+    # Changed in place, because other modules may hold the same wrapper by now.
+    getattr(sys.modules[module_name], attribute).__class__ = GridKernelOverride
