@@ -16,11 +16,9 @@ import msgspec
 # manifest is a typed field of its own.
 _ATTRIBUTE = "handoff_manifest"
 
-# A payload row is the sampled tokens, the number sampled and the number rejected.
-COUNT_COLUMNS = 2
-# Header columns: magic, round, rows, width.
-HEADER_COLUMNS = 4
+# The header of a handoff: magic, round, rows, width.
 HEADER_MAGIC = 0x48414E44_4F464621
+HEADER_SIZE = 4
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -80,9 +78,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(self.rows)
 
     @property
-    def payload_shape(self) -> tuple[int, int]:
-        """Shape of the packed int64 handoff: a header row, then one row a request."""
-        return len(self.rows) + 1, max(self.width + COUNT_COLUMNS, HEADER_COLUMNS)
+    def header(self) -> tuple[int, int, int, int]:
+        """What the payload of this round's handoff starts with."""
+        return HEADER_MAGIC, self.round, len(self.rows), self.width
+
+    @property
+    def payload_size(self) -> int:
+        """int64 elements of the packed handoff: the header, then per row the number
+        of tokens sampled, the number rejected, and `width` tokens."""
+        return HEADER_SIZE + len(self.rows) * (2 + self.width)
 
 
 def attach(scheduler_output: Any, manifest: Manifest) -> None:

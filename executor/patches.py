@@ -1,0 +1,154 @@
+"""Every patch of vLLM, one function each: what it changes, why, for which versions, and when it can go.
+
+All apply to vLLM 0.32.x. Each wraps one method, calls the original, and acts
+only on configurations whose executor is HandoffExecutor. They are idempotent:
+a wrapper carries a mark, and wrapping a marked method does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_MARK = "_vllm_handoff_patch"
+
+
+def apply() -> None:
+    """Apply all patches in this process."""
+    _accept_dotted_path()
+    _run_v2_without_triton()
+    _complete_configuration()
+
+
+def _wrap(owner: type, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
+    """Replace owner.name by make(original), once."""
+    original = owner.__dict__[name]
+    if getattr(original, _MARK, False) or getattr(getattr(original, "fget", None), _MARK, False):
+        return
+    setattr(owner, name, make(original))
+
+
+def _mark(function: Any) -> Any:
+    setattr(function, _MARK, True)
+    return function
+
+
+def _accept_dotted_path() -> None:
+    """Let vLLM's check of features see the executor class behind a dotted path.
+
+    Why: with pipeline parallelism vLLM 0.32 asks the value of
+    --distributed-executor-backend for its `supports_pp`, and a string has none,
+    so any custom executor given by path is refused.
+    How: the path of our executor (no other) becomes the class; the check runs unchanged.
+    Can go: once vLLM resolves the path before it checks.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_handoff.executor.configuration import executor_class_of
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def check(self: Any) -> Any:
+            backend = executor_class_of(self.distributed_executor_backend)
+            if backend is not None:
+                self.distributed_executor_backend = backend
+            return original(self)
+
+        return _mark(check)
+
+    _wrap(EngineArgs, "_check_feature_supported", make)
+
+
+@contextlib.contextmanager
+def _config_believes_in_triton() -> Iterator[None]:
+    import vllm.config.vllm as module
+
+    before, module.HAS_TRITON = module.HAS_TRITON, True
+    try:
+        yield
+    finally:
+        module.HAS_TRITON = before
+
+
+def _run_v2_without_triton() -> None:
+    """Let the V2 model runner be chosen on a CPU although Triton does not run there.
+
+    Why: vLLM 0.32 ties the V2 runner to Triton. On a CPU our workers register
+    native versions of the kernels through `register_kernels`, so nothing is missing.
+    How: the two places that ask for Triton are told that it is there, for our
+    configurations on a CPU alone; every other condition is still checked.
+    Can go: once vLLM runs V2 on a CPU by itself.
+    """
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    from vllm_handoff.executor.configuration import uses_handoff
+
+    if not current_platform.is_cpu():
+        return
+
+    def make_property(original: Any) -> property:
+        getter = original.fget
+
+        @functools.wraps(getter)
+        def use_v2_model_runner(self: Any) -> bool:
+            if not uses_handoff(self.parallel_config):
+                return getter(self)
+            with _config_believes_in_triton():
+                return getter(self)
+
+        return property(_mark(use_v2_model_runner))
+
+    def make_method(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def validate(self: Any) -> Any:
+            if not uses_handoff(self.parallel_config):
+                return original(self)
+            with _config_believes_in_triton():
+                return original(self)
+
+        return _mark(validate)
+
+    _wrap(VllmConfig, "use_v2_model_runner", make_property)
+    _wrap(VllmConfig, "_validate_v2_model_runner", make_method)
+
+
+def _complete_configuration() -> None:
+    """Choose our worker and scheduler, refuse what cannot run yet, and keep async scheduling on a CPU.
+
+    Why: the flag alone has to be enough; vLLM's CPU platform switches async
+    scheduling off and forces `spawn`, whatever the user asked for.
+    How: after the platform's own `check_and_update_config`, which has the last
+    word on these fields, the user's values come back and ours are filled in.
+    Can go: when vLLM lets an executor class take part in configuration.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_handoff.executor.configuration import complete, uses_handoff
+
+    platform = type(current_platform)
+    owner = next(cls for cls in platform.__mro__ if "check_and_update_config" in cls.__dict__)
+
+    def make(original: Any) -> classmethod:
+        function = original.__func__
+
+        @functools.wraps(function)
+        def check_and_update_config(cls: type, vllm_config: Any) -> None:
+            if not uses_handoff(vllm_config.parallel_config):
+                return function(cls, vllm_config)
+            asynchronous = vllm_config.scheduler_config.async_scheduling
+            start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
+            function(cls, vllm_config)
+            vllm_config.scheduler_config.async_scheduling = asynchronous
+            if start_method is not None:
+                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+            complete(vllm_config)
+
+        return classmethod(_mark(check_and_update_config))
+
+    original = owner.__dict__["check_and_update_config"]
+    if not getattr(original.__func__, _MARK, False):
+        owner.check_and_update_config = make(original)  # type: ignore[attr-defined]

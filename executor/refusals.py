@@ -1,0 +1,100 @@
+"""What this release cannot run right yet: the one list of refusals, each with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class UnsupportedFeatureError(ValueError):
+    """A configuration that this release would run wrongly, or was never seen to run right."""
+
+
+class Refusal(NamedTuple):
+    """One refused configuration: a sentence for it, when it applies, and what to do instead."""
+
+    what: str
+    applies: Callable[[Any], bool]
+    remedy: str
+
+
+def _model(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda config: config.model_config is not None and test(config.model_config)
+
+
+# Refused with any number of stages.
+ALWAYS = (
+    Refusal(
+        "the V1 model runner",
+        lambda c: not c.use_v2_model_runner,
+        "unset VLLM_USE_V2_MODEL_RUNNER and drop the options that vLLM names as unsupported by its V2 runner",
+    ),
+    Refusal(
+        "more than one node",
+        lambda c: c.parallel_config.nnodes > 1,
+        "use --distributed-executor-backend mp",
+    ),
+    Refusal(
+        "data parallelism",
+        lambda c: c.parallel_config.data_parallel_size > 1,
+        "start one server per replica, or use --distributed-executor-backend mp",
+    ),
+    Refusal(
+        "context parallelism",
+        lambda c: (
+            c.parallel_config.prefill_context_parallel_size > 1 or c.parallel_config.decode_context_parallel_size > 1
+        ),
+        "set the context-parallel sizes to 1, or use --distributed-executor-backend mp",
+    ),
+)
+
+# Refused with more than one stage.
+WITH_STAGES = (
+    Refusal(
+        "speculative decoding with pipeline parallelism",
+        lambda c: c.speculative_config is not None,
+        "drop --speculative-config or set --pipeline-parallel-size 1",
+    ),
+    Refusal(
+        "pooling models with pipeline parallelism",
+        _model(lambda m: m.runner_type == "pooling"),
+        "set --pipeline-parallel-size 1",
+    ),
+    Refusal(
+        "encoder-decoder models with pipeline parallelism",
+        _model(lambda m: m.is_encoder_decoder),
+        "set --pipeline-parallel-size 1",
+    ),
+    Refusal(
+        "diffusion models with pipeline parallelism",
+        _model(lambda m: m.is_diffusion),
+        "set --pipeline-parallel-size 1",
+    ),
+    Refusal(
+        "models with recurrent state (hybrid, Mamba) with pipeline parallelism",
+        _model(lambda m: m.is_hybrid or m.has_inner_state),
+        "use --distributed-executor-backend mp",
+    ),
+    Refusal(
+        "multimodal inputs with pipeline parallelism",
+        _model(lambda m: m.supports_multimodal_inputs),
+        "add --language-model-only, or use --distributed-executor-backend mp",
+    ),
+    Refusal(
+        "KV connectors with pipeline parallelism",
+        lambda c: c.kv_transfer_config is not None or c.ec_transfer_config is not None,
+        "drop --kv-transfer-config and --ec-transfer-config, or use --distributed-executor-backend mp",
+    ),
+)
+
+
+def check_supported(vllm_config: Any) -> None:
+    """Refuse a configuration on the lists above.
+
+    Raises:
+        UnsupportedFeatureError: with what is refused and what to do instead.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    for refusal in ALWAYS + (WITH_STAGES if stages > 1 else ()):
+        if refusal.applies(vllm_config):
+            raise UnsupportedFeatureError(f"vllm-handoff does not run {refusal.what} yet: {refusal.remedy}.")

@@ -1,0 +1,113 @@
+"""The hop: a round's hidden states, from a stage to the next.
+
+Shapes and dtypes are known on both sides (rows from the manifest, columns
+from the model), so after start-up nothing but the states themselves travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_handoff.worker.transfer import Peer, PendingReceive
+
+
+class Segment(NamedTuple):
+    """The columns of one tensor within a buffer's rows."""
+
+    key: str
+    start: int
+    stop: int
+
+
+class HopLayout:
+    """How the tensors that cross a stage boundary lie side by side in the rows of one buffer.
+
+    A row holds all that crosses for one token, so any number of rows is one
+    contiguous stretch of memory, and one transfer.
+
+    Args:
+        columns: number of columns per tensor, by the model's names for them.
+        dtype: their common dtype.
+    """
+
+    def __init__(self, columns: Mapping[str, int], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.segments: list[Segment] = []
+        start = 0
+        for key in sorted(columns):
+            self.segments.append(Segment(key, start, start + columns[key]))
+            start += columns[key]
+        self.width = start
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> HopLayout:
+        """The layout for tensors of shape [tokens, columns].
+
+        Raises:
+            ValueError: a tensor has another rank, or the dtypes differ.
+        """
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if len(dtypes) != 1 or any(tensor.dim() != 2 for tensor in tensors.values()):
+            shapes = {key: (tuple(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()}
+            raise ValueError(f"a hop carries [tokens, columns] tensors of one dtype between stages, the model has {shapes}")
+        return cls({key: tensor.shape[1] for key, tensor in tensors.items()}, dtypes.pop())
+
+    def new_buffer(self, rows: int, device: torch.device) -> torch.Tensor:
+        """A zeroed buffer [rows, width]. Zeroed, since rows beyond a round's own are read as padding."""
+        return torch.zeros(rows, self.width, dtype=self.dtype, device=device)
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors inside a buffer, by name."""
+        return {segment.key: buffer[:, segment.start : segment.stop] for segment in self.segments}
+
+
+class HopSender:
+    """Sends a stage's hidden states from buffers of its own, so that the next forward need not wait for the peer.
+
+    Args:
+        max_tokens: rows of a buffer, the most that a round may have.
+        buffers: how many rounds may be on their way at once.
+    """
+
+    def __init__(self, peer: Peer, layout: HopLayout, max_tokens: int, device: torch.device, buffers: int) -> None:
+        self._peer = peer
+        self._layout = layout
+        self._buffers = [layout.new_buffer(max_tokens, device) for _ in range(buffers)]
+        self._handles: list[Any] = [None] * buffers
+        self._next = 0
+
+    def send(self, number: int, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> None:
+        """Send the first `num_tokens` rows of each tensor as round `number`'s hop."""
+        assert tensors.keys() == {segment.key for segment in self._layout.segments}, (
+            f"round {number}: the model gave {sorted(tensors)}, the next stage expects "
+            f"{[segment.key for segment in self._layout.segments]}"
+        )
+        index, self._next = self._next, (self._next + 1) % len(self._buffers)
+        if self._handles[index] is not None:
+            # Orders the overwrite after the send; the stream waits, not the host, where there is a stream.
+            self._handles[index].wait()
+        buffer = self._buffers[index]
+        for key, view in self._layout.views(buffer).items():
+            view[:num_tokens].copy_(tensors[key][:num_tokens])
+        self._handles[index] = self._peer.send(buffer[:num_tokens], f"round {number}, hop")
+
+
+class HopReceiver:
+    """Receives the previous stage's hidden states.
+
+    One buffer is enough: a receive starts after the work already queued on the
+    stream, and that includes the copy out of the buffer by the round before.
+    """
+
+    def __init__(self, peer: Peer, layout: HopLayout, max_tokens: int, device: torch.device) -> None:
+        self._peer = peer
+        self._buffer = layout.new_buffer(max_tokens, device)
+        self._views = layout.views(self._buffer)
+
+    def post(self, number: int, num_tokens: int) -> tuple[dict[str, torch.Tensor], PendingReceive]:
+        """Post the receive of round `number`. The tensors [max_tokens, columns] hold `num_tokens` rows once waited for."""
+        pending = self._peer.post_receive(self._buffer[:num_tokens], f"round {number}, hop")
+        return dict(self._views), pending

@@ -1,0 +1,83 @@
+"""What our workers add to vLLM's: they obey manifests. Imports no model runner, so it is cheap to look at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
+from vllm_handoff.worker.timeline import Timeline
+from vllm_handoff.worker.warm_up import WarmUpManifests
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Base
+
+    from vllm_handoff.worker.stage_links import StageLinks
+else:
+    _Base = object
+
+
+class MissingManifestError(RuntimeError):
+    """A round reached a pipeline stage without a manifest."""
+
+
+class HandoffWorkerMixin(_Base):
+    """Sets each round's manifest before vLLM's worker runs it, and replaces the transfers between stages."""
+
+    _links: StageLinks | None = None
+    _warm_up: WarmUpManifests | None = None
+    _timeline: Timeline
+
+    def init_device(self) -> None:
+        self._timeline = Timeline()
+        super().init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        stages = self.parallel_config.pipeline_parallel_size
+        if stages == 1:
+            return
+        from vllm_handoff.worker.stage_links import StageLinks
+
+        self._links = StageLinks(self.vllm_config, self.model_runner, self.device)
+        self._warm_up = WarmUpManifests(stages, width=1 + self.vllm_config.num_speculative_tokens)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        if self._links is not None:
+            self._links.drain()
+        # From here on every round is the scheduler's.
+        self._warm_up = None
+        return times
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        manifest = self._manifest(scheduler_output)
+        if manifest is None:
+            return super().execute_model(scheduler_output)
+        self._timeline.begin(manifest.round)
+        self.model_runner.begin_round(manifest)
+        if self._links is not None:
+            self._links.begin_round(manifest)
+        output = super().execute_model(scheduler_output)
+        if not manifest.num_tokens:
+            self._timeline.end()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        self._timeline.end()
+        return output
+
+    def handoff_timeline(self) -> list[tuple[int, int, int]]:
+        """(round, begin_ns, end_ns) of the last rounds on this rank, by the machine's monotonic clock."""
+        return self._timeline.rounds()
+
+    def _manifest(self, scheduler_output: Any) -> Manifest | None:
+        manifest = manifest_of(scheduler_output)
+        if manifest is None and self._warm_up is not None:
+            return self._warm_up.manifest(scheduler_output)
+        if manifest is None and self._links is not None:
+            raise MissingManifestError(
+                "a round without a manifest reached a pipeline stage: its scheduler is not one of "
+                "vllm_handoff.scheduler_ext.scheduler. Leave --scheduler-cls out."
+            )
+        return manifest

@@ -1,0 +1,126 @@
+"""The model runner: vLLM's V2 runner, with manifests instead of locally derived transfers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu import model_runner as v2
+from vllm.v1.worker.gpu.pp_utils import PPHandler
+
+from vllm_handoff.scheduler_ext.manifest import Manifest
+from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
+
+if TYPE_CHECKING:
+    _Base = v2.GPUModelRunner
+else:
+    _Base = object
+
+
+class ManifestHandler(PPHandler):
+    """Stands where vLLM's PPHandler stands in the V2 runner, and does what the manifest says.
+
+    vLLM's handler derives on every rank whether a transfer takes place, and
+    applies it a fixed number of calls later. This one is told.
+    """
+
+    def __init__(self, max_num_reqs: int, num_speculative_steps: int, device: torch.device) -> None:
+        # Not super().__init__(): it makes a communicator, a stream and a queue that nothing here uses.
+        self.num_speculative_steps = num_speculative_steps
+        self.device = device
+        self.aux_hidden_state_relay_keys = ()
+        self.req_idx_gen_np = np.zeros(0, dtype=np.int32)
+        self.manifest: Manifest | None = None
+        self.sender: HandoffSender | None = None
+        self.receiver: HandoffReceiver | None = None
+
+    def on_req_idx_freed(self, req_idx: int) -> None:
+        """Slots carry no identity here; see HandoffReceiver.forget."""
+
+    def get_prev_sampled_outputs(self, draft_tokens_to_update: torch.Tensor | None = None) -> None:
+        raise AssertionError("handoffs are applied by ManifestRunnerMixin.update_pp_decode_requests")
+
+    def receive(self, input_batch: Any) -> bool:
+        """Called by a stage that does not sample, after its forward. True if every row's sample is wanted."""
+        manifest = self._checked(input_batch)
+        if not manifest.handoff:
+            return False
+        if self.receiver is not None:
+            self.receiver.announce(manifest)
+        return all(row.feeds for row in manifest.rows)
+
+    def broadcast(
+        self, sampled_token_ids: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, input_batch: Any
+    ) -> None:
+        """Called by the last stage once the round is sampled."""
+        manifest = self._checked(input_batch)
+        if manifest.handoff:
+            assert self.sender is not None
+            self.sender.send(manifest, sampled_token_ids, num_sampled, num_rejected)
+
+    def broadcast_drafts(self, draft_tokens: torch.Tensor, input_batch: Any) -> None:
+        raise AssertionError("speculative decoding with pipeline parallelism is refused at start")
+
+    def _checked(self, input_batch: Any) -> Manifest:
+        manifest = self.manifest
+        assert manifest is not None
+        if manifest.handoff:
+            ours, theirs = input_batch.req_ids, [row.req_id for row in manifest.rows]
+            assert ours == theirs, f"round {manifest.round}: this stage's batch is {ours}, the manifest's {theirs}"
+        return manifest
+
+
+@contextlib.contextmanager
+def _manifest_handler() -> Iterator[None]:
+    """While a runner is made, its module's PPHandler is ours.
+
+    Why a patch: the V2 runner of vLLM 0.32 names the class it makes, and has no
+    hook for it. Can go once it asks a method.
+    """
+    before, v2.PPHandler = v2.PPHandler, ManifestHandler  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        v2.PPHandler = before  # type: ignore[misc]
+
+
+class ManifestRunnerMixin(_Base):
+    """The hooks of the V2 runner that a manifest takes over. Mixed into the GPU's and the CPU's runner alike."""
+
+    pp_handler: ManifestHandler | None
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        with _manifest_handler():
+            super().__init__(vllm_config, device)
+
+    def begin_round(self, manifest: Manifest) -> None:
+        """Set the manifest that the round about to run obeys."""
+        if self.pp_handler is not None:
+            self.pp_handler.manifest = manifest
+
+    def update_pp_decode_requests(self) -> None:
+        """Apply the handoffs that this round needs. vLLM calls it first in every round."""
+        if self.pp_handler is None or self.pp_handler.receiver is None:
+            return
+        assert self.pp_handler.manifest is not None
+        for sampled in self.pp_handler.receiver.take(self.pp_handler.manifest.needs):
+            self.postprocess_sampled(**sampled._asdict())
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        if self.pp_handler is not None and self.pp_handler.receiver is not None:
+            assert self.pp_handler.manifest is not None
+            admitted = (new.req_id for new in scheduler_output.scheduled_new_reqs)
+            self.pp_handler.receiver.admit(admitted, self.pp_handler.manifest.round)
+
+    def _remove_request(self, req_id: str) -> bool:
+        if self.pp_handler is not None and self.pp_handler.receiver is not None:
+            self.pp_handler.receiver.forget(req_id)
+        return super()._remove_request(req_id)
+
+
+class HandoffModelRunner(ManifestRunnerMixin, v2.GPUModelRunner):
+    """The V2 runner on a GPU."""
