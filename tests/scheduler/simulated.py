@@ -1,0 +1,320 @@
+"""A pipeline without processes: the real scheduler and the real channels, stages that only keep books.
+
+Every stage issues its transfers through the project's own channel objects,
+over a peer that records each operation. The last stage runs as late as it can:
+only when the first stage waits for a handoff, or when the engine collects an
+output. A wait that could never end is therefore seen at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_handoff.executor import patches
+from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
+from vllm_handoff.scheduler_ext.scheduler import HandoffScheduler, HandoffSyncScheduler
+from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
+from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
+
+BLOCK = 16
+CPU = torch.device("cpu")
+
+
+class Deadlock(AssertionError):
+    """A stage waits for a transfer that its peer will never start."""
+
+
+@dataclass
+class Link:
+    """One direction between two stages: what was sent, what was received, and who can produce more."""
+
+    sent: deque[torch.Tensor] = field(default_factory=deque)
+    operations: dict[str, list[tuple]] = field(default_factory=lambda: {"send": [], "receive": []})
+    produce: Any = None  # runs the sending stage until it has sent something, or gives up
+
+
+class RecordingPeer:
+    """Stands for worker.transfer.Peer: same calls, over a Link in memory."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def send(self, tensor: torch.Tensor, what: str) -> Any:
+        self.link.operations["send"].append((what, tuple(tensor.shape), tensor.dtype))
+        self.link.sent.append(tensor.clone())
+        return _Done()
+
+    def post_receive(self, tensor: torch.Tensor, what: str) -> Any:
+        self.link.operations["receive"].append((what, tuple(tensor.shape), tensor.dtype))
+        return _Arrival(self.link, tensor, what)
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Arrival:
+    def __init__(self, link: Link, tensor: torch.Tensor, what: str) -> None:
+        self._link, self._tensor, self._what = link, tensor, what
+
+    def wait(self) -> None:
+        if not self._link.sent and self._link.produce is not None:
+            self._link.produce()
+        if not self._link.sent:
+            raise Deadlock(self._what)
+        self._tensor.copy_(self._link.sent.popleft())
+
+
+@cache
+def _configuration(model: Path, max_seqs: int, max_tokens: int, stages: int, asynchronous: bool) -> VllmConfig:
+    patches.apply()
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(model), dtype="float32", seed=0),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens, max_model_len=512,
+            enable_chunked_prefill=True, is_encoder_decoder=False,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=False),
+        parallel_config=ParallelConfig(pipeline_parallel_size=stages, distributed_executor_backend="mp"),
+    )  # fmt: skip
+    config.parallel_config.distributed_executor_backend = "vllm_handoff.executor.HandoffExecutor"
+    config.scheduler_config.async_scheduling = asynchronous
+    return config
+
+
+def make_scheduler(
+    model: Path, *, blocks: int, max_seqs: int = 8, max_tokens: int = 64, stages: int = 2, asynchronous: bool = True
+) -> Any:
+    """A real scheduler with `blocks` KV blocks of BLOCK tokens."""
+    config = _configuration(model, max_seqs, max_tokens, stages, asynchronous)
+    config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    cls = HandoffScheduler if asynchronous else HandoffSyncScheduler
+    return cls(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+    )
+
+
+def token(uid: int, index: int) -> int:
+    """The token at position `index` of request number `uid`: no two places share one by accident."""
+    return 1000 + uid * 10_000 + index
+
+
+@dataclass
+class Life:
+    """One request: what it was asked, and what came back."""
+
+    uid: int
+    prompt: int
+    budget: int
+    stop_after: int | None  # the model ends by itself after this many tokens
+    output: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+    @property
+    def expected(self) -> list[int]:
+        length = self.budget if self.stop_after is None else min(self.budget, self.stop_after)
+        return [token(self.uid, self.prompt + i) for i in range(length)]
+
+
+class FirstStage:
+    """Keeps, per request slot, the newest token; decodes must find the right one there."""
+
+    def __init__(self, pipeline: SimulatedPipeline) -> None:
+        self.pipeline = pipeline
+        self.slots: dict[str, int] = {}
+        self.free = list(range(pipeline.scheduler.max_num_running_reqs))
+        self.newest: dict[int, int] = {}  # slot -> newest token
+        self.prefill_len: dict[str, int] = {}
+        self.uid: dict[str, int] = {}
+        self.receiver = HandoffReceiver(RecordingPeer(pipeline.handoffs), CPU, 0, self.slots.get)
+        self.hop = HopSender(RecordingPeer(pipeline.hops), pipeline.layout, 64, CPU, buffers=2)
+
+    def run(self, output: Any, manifest: Manifest) -> None:
+        for sampled in self.receiver.take(manifest.needs):
+            columns = zip(sampled.idx_mapping.tolist(), sampled.sampled_tokens[:, 0].tolist(), strict=True)
+            self.newest.update({slot: value for slot, value in columns if slot >= 0})
+        for req_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
+            self._remove(req_id)
+        for new in output.scheduled_new_reqs:
+            self._remove(new.req_id)
+            slot = self.slots[new.req_id] = self.free.pop()
+            self.newest[slot] = new.prefill_token_ids[-1]
+            self.prefill_len[new.req_id] = len(new.prefill_token_ids)
+            self.uid[new.req_id] = (new.prefill_token_ids[0] - 1000) // 10_000
+        self.receiver.admit((new.req_id for new in output.scheduled_new_reqs), manifest.round)
+        if not manifest.num_tokens:
+            return
+        for req_id, computed in self.pipeline.computed(output).items():
+            if computed >= self.prefill_len[req_id]:
+                found, wanted = self.newest[self.slots[req_id]], token(self.uid[req_id], computed)
+                assert found == wanted, f"round {manifest.round}: {req_id} decodes from {found}, not {wanted}"
+        self.hop.send(manifest.round, {"hidden": torch.zeros(manifest.num_tokens, 4)}, manifest.num_tokens)
+        if manifest.handoff:
+            self.receiver.announce(manifest)
+
+    def _remove(self, req_id: str) -> None:
+        self.receiver.forget(req_id)
+        if req_id in self.slots:
+            self.free.append(self.slots.pop(req_id))
+
+
+class LastStage:
+    """Samples from the known function; runs its rounds in order, as late as possible."""
+
+    def __init__(self, pipeline: SimulatedPipeline) -> None:
+        self.pipeline = pipeline
+        self.queue: deque[tuple[Any, Manifest, dict[str, int]]] = deque()
+        self.outputs: dict[int, ModelRunnerOutput] = {}
+        self.prefill_len: dict[str, int] = {}
+        self.uid: dict[str, int] = {}
+        self.sender = HandoffSender([RecordingPeer(pipeline.handoffs)], CPU)
+        self.hop = HopReceiver(RecordingPeer(pipeline.hops), pipeline.layout, 64, CPU)
+
+    def run_until(self, number: int) -> None:
+        while self.queue and self.queue[0][1].round <= number:
+            self._run_one()
+
+    def run_until_sent(self) -> None:
+        before = len(self.pipeline.handoffs.sent)
+        while self.queue and len(self.pipeline.handoffs.sent) == before:
+            self._run_one()
+
+    def _run_one(self) -> None:
+        output, manifest, computed = self.queue.popleft()
+        for new in output.scheduled_new_reqs:
+            self.prefill_len[new.req_id] = len(new.prefill_token_ids)
+            self.uid[new.req_id] = (new.prefill_token_ids[0] - 1000) // 10_000
+        if not manifest.num_tokens:
+            self.outputs[manifest.round] = EMPTY_MODEL_RUNNER_OUTPUT
+            return
+        _, pending = self.hop.post(manifest.round, manifest.num_tokens)
+        pending.wait()
+        batch = [row.req_id for row in manifest.rows] or list(output.num_scheduled_tokens)
+        tokens, counts = [], []
+        for req_id in batch:
+            end = computed[req_id] + output.num_scheduled_tokens[req_id]
+            sampling = end >= self.prefill_len[req_id]
+            tokens.append(token(self.uid[req_id], end) if sampling else 0)
+            counts.append(int(sampling))
+        if manifest.handoff:
+            sampled = torch.tensor(tokens).unsqueeze(1)
+            self.sender.send(manifest, sampled, torch.tensor(counts), torch.zeros(len(counts), dtype=torch.int64))
+        self.outputs[manifest.round] = ModelRunnerOutput(
+            req_ids=batch,
+            req_id_to_index={req_id: i for i, req_id in enumerate(batch)},
+            sampled_token_ids=[[value] if count else [] for value, count in zip(tokens, counts, strict=True)],
+        )
+
+
+class SimulatedPipeline:
+    """The engine's loop over two stages. Call `add`, `abort`, `schedule` and `collect` in any order."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.depth = scheduler.vllm_config.max_concurrent_batches
+        self.layout = HopLayout({"hidden": 4}, torch.float32)
+        self.handoffs, self.hops = Link(), Link()
+        self.first, self.last = FirstStage(self), LastStage(self)
+        self.handoffs.produce = self.last.run_until_sent
+        self.in_flight: deque[Any] = deque()
+        self.lives: dict[str, Life] = {}
+        self.past: list[Life] = []
+        self.rounds: list[Manifest] = []
+        self.preemptions = 0
+        self._computed: dict[str, int] = {}
+
+    def add(self, req_id: str, prompt: int, budget: int, stop_after: int | None = None) -> None:
+        """A request arrives. Its id may be one that was used before, if that one is over."""
+        if req_id in self.lives:
+            self.past.append(self.lives[req_id])
+        uid = len(self.past) + len(self.lives)
+        life = self.lives[req_id] = Life(uid, prompt, budget, stop_after)
+        stop_ids = [] if stop_after is None else [token(uid, prompt + stop_after - 1)]
+        params = SamplingParams(max_tokens=budget, temperature=0.0, stop_token_ids=stop_ids)
+        self.scheduler.add_request(
+            Request(req_id, [token(life.uid, i) for i in range(prompt)], params, None, arrival_time=0.0)
+        )
+
+    def alive(self) -> list[str]:
+        """Ids of requests that the scheduler still knows."""
+        return list(self.scheduler.requests)
+
+    def abort(self, req_id: str) -> None:
+        """The client goes away."""
+        self.lives[req_id].aborted = True
+        self.scheduler.finish_requests([req_id], RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> bool:
+        """Plan one more round, if the queue has room and there is anything to plan."""
+        if len(self.in_flight) >= self.depth or not self.scheduler.has_requests():
+            return False
+        output = self.scheduler.schedule()
+        manifest = manifest_of(output)
+        assert manifest is not None and manifest.round == len(self.rounds)
+        self.rounds.append(manifest)
+        self.preemptions += len(output.preempted_req_ids or ())
+        self.in_flight.append(output)
+        if manifest.dispatch:
+            self._computed = self.computed(output)
+            self.last.queue.append((output, manifest, dict(self._computed)))
+            self.first.run(output, manifest)
+        return manifest.num_tokens > 0
+
+    def collect(self) -> bool:
+        """Take the oldest round's output to the scheduler."""
+        if not self.in_flight:
+            return False
+        output = self.in_flight.popleft()
+        manifest = manifest_of(output)
+        assert manifest is not None
+        self.last.run_until(manifest.round)
+        results = self.last.outputs.pop(manifest.round, EMPTY_MODEL_RUNNER_OUTPUT)
+        for outputs in self.scheduler.update_from_output(output, results).values():
+            for one in outputs.outputs:
+                self.lives[one.request_id].output += one.new_token_ids
+        return True
+
+    def finish(self) -> None:
+        """Run until nothing is left, and check every answer and the two channels."""
+        for _ in range(100_000):
+            if not (self.scheduler.has_requests() or self.in_flight):
+                break
+            if not self.schedule():
+                self.collect()
+        else:
+            raise AssertionError("the engine never goes idle")
+        for life in [*self.past, *self.lives.values()]:
+            if life.aborted:
+                assert life.output == life.expected[: len(life.output)]
+            else:
+                assert life.output == life.expected, f"request {life.uid}: {life.output} instead of {life.expected}"
+        for link in (self.handoffs, self.hops):
+            assert link.operations["send"] == link.operations["receive"]
+            assert not link.sent
+
+    @staticmethod
+    def computed(output: Any) -> dict[str, int]:
+        """Tokens already computed of each scheduled request, as the workers are told."""
+        cached = output.scheduled_cached_reqs
+        known = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        known |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        return known

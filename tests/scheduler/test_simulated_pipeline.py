@@ -1,0 +1,121 @@
+"""Random arrivals, aborts, preemptions and stops against the real scheduler: no token lost, doubled or misplaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from simulated import SimulatedPipeline, make_scheduler
+
+MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def test_a_request_alone_fills_every_round(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64))
+    pipeline.add("a", prompt=10, budget=20)
+    pipeline.finish()
+    with_tokens = [m for m in pipeline.rounds if m.num_tokens]
+    assert len(with_tokens) == 20
+    assert all(b.round - a.round == 1 for a, b in zip(with_tokens, with_tokens[1:]))
+
+
+def test_several_rounds_of_one_request_are_in_flight(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64))
+    pipeline.add("a", prompt=10, budget=20)
+    while pipeline.schedule():
+        pass
+    assert [list(output.num_scheduled_tokens) for output in pipeline.in_flight] == [["a"]] * pipeline.depth
+    pipeline.finish()
+
+
+def test_no_round_is_planned_beyond_the_length_cap(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64))
+    pipeline.add("a", prompt=10, budget=3)
+    pipeline.add("b", prompt=10, budget=1)
+    pipeline.finish()
+    rows = [output for output in pipeline.rounds if output.num_tokens]
+    assert sum(m.num_tokens for m in rows) == 20 + 2
+    assert not rows[-1].handoff
+
+
+def test_one_long_prompt_alone_runs_rounds_without_handoff(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64, max_tokens=32))
+    pipeline.add("a", prompt=200, budget=4)
+    pipeline.finish()
+    chunks = [m for m in pipeline.rounds if m.num_tokens == 32]
+    assert len(chunks) == 6
+    assert not any(m.handoff for m in chunks)
+
+
+def test_empty_rounds_stay_here(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64))
+    pipeline.add("a", prompt=10, budget=2)
+    pipeline.finish()
+    assert [m.round for m in pipeline.rounds if m.dispatch and not m.num_tokens and not m.needs] == []
+
+
+def test_an_id_used_again_while_the_old_one_is_in_flight(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64))
+    pipeline.add("a", prompt=10, budget=20)
+    while pipeline.schedule():
+        pass
+    pipeline.abort("a")
+    pipeline.add("a", prompt=7, budget=20)
+    pipeline.finish()
+
+
+def test_everything_aborted_at_once(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64))
+    for i in range(6):
+        pipeline.add(f"r{i}", prompt=10, budget=20)
+    while pipeline.schedule():
+        pass
+    for req_id in pipeline.alive():
+        pipeline.abort(req_id)
+    pipeline.finish()
+
+
+def test_little_kv_space_preempts(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=12))
+    for i in range(8):
+        pipeline.add(f"r{i}", prompt=20, budget=60)
+    pipeline.finish()
+    assert pipeline.preemptions > 0
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 9), st.integers(1, 100), st.integers(1, 40), st.integers(0, 40)),
+        st.tuples(st.just("abort"), st.integers(0, 9)),
+        st.tuples(st.just("schedule"), st.integers(1, 4)),
+        st.tuples(st.just("collect"), st.integers(1, 4)),
+        st.tuples(st.just("reset"), st.integers(0, 9)),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+@MANY
+@given(events=EVENTS, blocks=st.sampled_from([12, 20, 80]), max_seqs=st.sampled_from([1, 2, 3, 8]))
+def test_any_order_of_events(tiny_llama: Path, asynchronous: bool, events: list, blocks: int, max_seqs: int) -> None:
+    scheduler = make_scheduler(tiny_llama, blocks=blocks, max_seqs=max_seqs, asynchronous=asynchronous)
+    pipeline = SimulatedPipeline(scheduler)
+    for kind, *values in events:
+        if kind == "add":
+            number, prompt, budget, stop = values
+            if f"r{number}" not in pipeline.alive():
+                pipeline.add(f"r{number}", prompt, budget, stop_after=stop if 0 < stop < budget else None)
+        elif kind == "abort":
+            if f"r{values[0]}" in pipeline.alive():
+                pipeline.abort(f"r{values[0]}")
+        elif kind == "reset":
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        else:
+            step = pipeline.schedule if kind == "schedule" else pipeline.collect
+            for _ in range(values[0]):
+                step()
+    pipeline.finish()
