@@ -1,7 +1,8 @@
 """Native CPU versions of the Triton kernels on the V2 model runner's path.
 
-vLLM's V2 model runner launches Triton kernels, and Triton has no CPU backend. `register_cpu_kernels` puts a version in NumPy
-or torch in the place of each kernel, through vLLM's own hook for that, so that a worker on a CPU can run the V2 runner.
+vLLM's V2 model runner launches Triton kernels, and Triton has no CPU backend. `register_cpu_kernels` puts a version in
+NumPy or torch in the place of each kernel, through vLLM's own hook for that, so that a worker on a CPU can run the V2
+runner.
 """
 
 from __future__ import annotations

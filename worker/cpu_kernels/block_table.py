@@ -30,8 +30,8 @@ def gather_block_tables(
     Args:
         grid: the launch grid, (num_groups, num_reqs_padded). Nothing else says how many padding rows there are.
         batch_idx_to_req_idx: int [num_reqs].
-        src_block_table_ptrs, dst_block_table_ptrs: uint64 [num_groups], addresses of int32 [rows, stride] tables. Destination
-            columns after a request's blocks keep what they held.
+        src_block_table_ptrs, dst_block_table_ptrs: uint64 [num_groups], addresses of int32 [rows, stride] tables.
+            Destination columns after a request's blocks keep what they held.
         block_table_strides: int64 [num_groups], columns of each group's tables.
         num_blocks_ptr: int32 [num_groups, max_num_reqs].
     """
@@ -152,7 +152,12 @@ def dcp_local_seq_lens(
     max_num_reqs: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Write how many tokens of each sequence this context-parallel rank holds: int32 [max_num_reqs], 0 for padding rows."""
+    """Write how many tokens of each sequence this context-parallel rank holds.
+
+    Args:
+        out_ptr: int32 [max_num_reqs], written; 0 for padding rows.
+        seq_lens_ptr: int32 [num_reqs or more].
+    """
     rounds, remainder = np.divmod(seq_lens_ptr.numpy()[:num_reqs], dcp_size * cp_interleave)
     remainder = np.clip(remainder - dcp_rank * cp_interleave, 0, cp_interleave)
     out = out_ptr.numpy()

@@ -24,7 +24,9 @@ def apply_temperature(
     vocab_size: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Divide each row of logits by its request's temperature, in place. Temperatures 0 (greedy) and 1 leave the row alone.
+    """Divide each row of logits by its request's temperature, in place.
+
+    Temperatures 0 (greedy) and 1 leave the row alone.
 
     Args:
         logits_ptr: floating [num_tokens, vocab_size].
@@ -124,7 +126,7 @@ def gumbel_sample(
 def _block_argmax(
     values: np.ndarray, block_size: int, rows: np.ndarray | slice, local_argmax: np.ndarray, local_max: np.ndarray
 ) -> None:
-    """Write each block's greatest value and its lowest index into the given rows; `values` is [num_rows, vocab_size]."""
+    """Write each block's greatest value and its lowest index. `values` is [num_rows, vocab_size], in order of `rows`."""
     num_rows, vocab_size = values.shape
     num_blocks = vocab_size // block_size
     whole = num_blocks * block_size

@@ -1,7 +1,7 @@
 """The random numbers of vLLM's Gumbel-max sampler: a MurmurHash3 of (seed, position, token) mapped to Gumbel noise.
 
-Every operation is done in the width and order in which the Triton kernel does it, so that a request's seed gives the same
-noise here as in Triton's interpreter, to the last bit. On a GPU only `log` may differ in the last place.
+Every operation is done in the width and order in which the Triton kernel does it, so that a request's seed gives the
+same noise here as in Triton's interpreter, to the last bit. On a GPU only `log` may differ in the last place.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _hash(states: np.ndarray, vocab_size: int) -> np.ndarray:
 
 def _gumbel32(states: np.ndarray, vocab_size: int) -> np.ndarray:
     """float32 [num_rows, vocab_size]."""
-    # (hash + 0.5) / 2**32 is exact in fp64, so this rounds to fp32 once, which is what the kernel's sum of halves amounts to.
+    # (hash + 0.5) / 2**32 is exact in fp64, so this rounds to fp32 once, which is what the kernel's sum of halves
+    # amounts to.
     wide = _hash(states, vocab_size).astype(np.float64)
     wide += 0.5
     wide *= 2.0**-32

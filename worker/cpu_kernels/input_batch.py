@@ -1,8 +1,8 @@
 """Native versions of the kernels in `vllm.v1.worker.gpu.input_batch`.
 
-Shapes: num_reqs rows in the batch; max_num_reqs request states, which `idx_mapping` [num_reqs] points into. A request has one
-row in a batch at most. `query_start_loc` and `cu_num_logits` are int32 prefix sums with num_reqs + 1 entries at least.
-All are in place on the tensors given. Names follow the kernels' own, which vLLM's launchers rely on.
+Shapes: num_reqs rows in the batch; max_num_reqs request states, which `idx_mapping` [num_reqs] points into. A request
+has one row in a batch at most. `query_start_loc` and `cu_num_logits` are int32 prefix sums with num_reqs + 1 entries
+at least. All are in place on the tensors given. Names follow the kernels' own, which vLLM's launchers rely on.
 """
 
 from __future__ import annotations
@@ -196,7 +196,9 @@ def post_update(
     total_len_ptr: torch.Tensor,
     num_warps: int = 1,
 ) -> None:
-    """Append the sampled tokens to their requests and advance the counters. Rows whose `idx_mapping` is negative are skipped.
+    """Append the sampled tokens to their requests and advance the counters.
+
+    Rows whose `idx_mapping` is negative are skipped.
 
     Args:
         num_computed_tokens_ptr, total_len_ptr: int32 [max_num_reqs], updated.

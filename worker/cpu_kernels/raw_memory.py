@@ -16,7 +16,7 @@ class _Int32Window:
 
 
 def int32_run(address: int, size: int) -> np.ndarray:
-    """`size` int32 values from `address` on: a writable view, which must not be used once the memory's owner is gone."""
+    """`size` int32 values at `address`: a writable view, not to be used once the memory's owner is gone."""
     return np.asarray(_Int32Window(address, (size,)))
 
 
@@ -24,8 +24,8 @@ def int32_run(address: int, size: int) -> np.ndarray:
 def int32_rows(address: int, num_rows: int, row_stride: int) -> np.ndarray:
     """The int32 table [num_rows, row_stride] at `address`: a view like that of `int32_run`.
 
-    Caching is sound although the view owns nothing: an address is all that the caller has too, so the same three numbers
-    always mean the same bytes.
+    Caching is sound although the view owns nothing: an address is all that the caller has too, so the same three
+    numbers always mean the same bytes.
     """
     return np.asarray(_Int32Window(address, (num_rows, row_stride)))
 

@@ -6,7 +6,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm_handoff.worker.cpu_kernels import block_table, gumbel, input_batch, staged_writes
+from vllm_handoff.worker.cpu_kernels import (
+    block_table,
+    gumbel,
+    input_batch,
+    kv_cache,
+    logit_filters,
+    logprobs,
+    penalties,
+    sampler_output,
+    staged_writes,
+    thinking_budget,
+)
 
 NativeKernel = Callable[..., None]
 
@@ -27,6 +38,24 @@ NATIVE_KERNELS: dict[str, NativeKernel] = {
     f"{_RUNNER}.buffer_utils._apply_write_kernel": staged_writes.apply_write,
     f"{_RUNNER}.sample.gumbel._temperature_kernel": gumbel.apply_temperature,
     f"{_RUNNER}.sample.gumbel._gumbel_sample_kernel": gumbel.gumbel_sample,
+    f"{_RUNNER}.sample.penalties._penalties_kernel": penalties.apply_penalties,
+    f"{_RUNNER}.sample.penalties._bincount_kernel": penalties.bincount,
+    f"{_RUNNER}.sample.min_p._min_p_kernel": logit_filters.apply_min_p,
+    f"{_RUNNER}.sample.logit_bias._bias_kernel": logit_filters.apply_logit_bias,
+    f"{_RUNNER}.sample.bad_words._bad_words_kernel": logit_filters.apply_bad_words,
+    f"{_RUNNER}.sample.logprob._topk_log_softmax_kernel": logprobs.topk_log_softmax,
+    f"{_RUNNER}.sample.logprob._ranks_kernel": logprobs.token_ranks,
+    f"{_RUNNER}.sample.logprob._fill_logprob_token_ids_kernel": logprobs.fill_logprob_token_ids,
+    f"{_RUNNER}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": logprobs.prompt_logprobs_token_ids,
+    f"{_RUNNER}.sample.thinking_budget._update_committed_marker_cache_kernel": (
+        thinking_budget.update_committed_marker_cache
+    ),
+    f"{_RUNNER}.sample.thinking_budget._thinking_budget_kernel": thinking_budget.force_reasoning_end,
+    f"{_RUNNER}.sample.trace_replay._trace_replay_kernel": sampler_output.replay_trace,
+    f"{_RUNNER}.sample.output._compact_sampling_mask_kernel": sampler_output.compact_sampling_mask,
+    f"{_RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": sampler_output.apply_grammar_bitmask,
+    f"{_RUNNER}.metrics.logits._num_nans_kernel": sampler_output.num_nans,
+    "vllm.v1.worker.utils._zero_kv_blocks_kernel": kv_cache.zero_kv_blocks,
 }
 
 # Native versions whose first parameter is the launch grid: the kernel learns something from it that no argument tells.

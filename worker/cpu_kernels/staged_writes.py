@@ -21,11 +21,12 @@ def apply_write(
 ) -> None:
     """Write runs of values into rows of one tensor, or of one int32 tensor per KV cache group.
 
-    Write i puts contents[cu_lens[i - 1]:cu_lens[i]] into row indices[i], from column starts[i] on. Writes are applied in order.
+    Write i puts contents[cu_lens[i - 1]:cu_lens[i]] into row indices[i], from column starts[i] on. Writes are applied
+    in order.
 
     Args:
-        output_ptr: the tensor, contiguous, [num_rows] or [num_rows, row_size]; with MULTI_GROUP the addresses of the groups'
-            int32 tensors, uint64 [num_groups].
+        output_ptr: the tensor, contiguous, [num_rows] or [num_rows, row_size]; with MULTI_GROUP the addresses of the
+            groups' int32 tensors, uint64 [num_groups].
         output_stride: elements between rows; with MULTI_GROUP int64 [num_groups].
         write_indices_ptr, write_starts_ptr, write_cu_lens_ptr: int32 [num_writes].
         write_contents_ptr: [cu_lens[-1]].
