@@ -23,6 +23,12 @@ rm -rf "$tree" && mkdir -p "$tree/vllm_handoff"
 for folder in executor worker scheduler_ext benchmarks stress; do
     if [ -f "$folder/__init__.py" ]; then ln -s "../../../$folder" "$tree/vllm_handoff/$folder"; fi
 done
-MYPYPATH=$tree:tools "$bin/mypy" --cache-dir .cache/mypy -p vllm_handoff || status=1
-MYPYPATH=$tree:tools "$bin/mypy" --cache-dir .cache/mypy tools tests || status=1
+types() {
+    # As pytest imports helpers: each folder of tests is a root of its own.
+    local roots
+    roots=$tree:tools:$(find tests -type d ! -name __pycache__ | paste -sd:)
+    MYPYPATH=$roots "$bin/mypy" --cache-dir .cache/mypy "$@" | sed "s|^$tree/vllm_handoff/||"
+}
+types -p vllm_handoff || status=1
+types tools tests || status=1
 exit $status
