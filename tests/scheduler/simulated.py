@@ -136,13 +136,14 @@ class Life:
 
 
 class FirstStage:
-    """Keeps, per request slot, the newest token; decodes must find the right one there."""
+    """Keeps, per request slot, the newest token and the length; decodes must find the right ones there."""
 
     def __init__(self, pipeline: SimulatedPipeline) -> None:
         self.pipeline = pipeline
         self.slots: dict[str, int] = {}
         self.free = list(range(pipeline.scheduler.max_num_running_reqs))
         self.newest: dict[int, int] = {}  # slot -> newest token
+        self.length: dict[int, int] = {}  # slot -> tokens known
         self.prefill_len: dict[str, int] = {}
         self.uid: dict[str, int] = {}
         self.receiver = HandoffReceiver(RecordingPeer(pipeline.handoffs), CPU, 0, self.slots.get)
@@ -150,14 +151,18 @@ class FirstStage:
 
     def run(self, output: Any, manifest: Manifest) -> None:
         for sampled in self.receiver.take(manifest.needs):
-            columns = zip(sampled.idx_mapping.tolist(), sampled.sampled_tokens[:, 0].tolist(), strict=True)
-            self.newest.update({slot: value for slot, value in columns if slot >= 0})
+            columns = (sampled.idx_mapping, sampled.sampled_tokens[:, 0], sampled.num_sampled)
+            for slot, value, count in zip(*(column.tolist() for column in columns), strict=True):
+                if slot >= 0:
+                    self.newest[slot] = value
+                    self.length[slot] += count
         for req_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
             self._remove(req_id)
         for new in output.scheduled_new_reqs:
             self._remove(new.req_id)
             slot = self.slots[new.req_id] = self.free.pop()
             self.newest[slot] = new.prefill_token_ids[-1]
+            self.length[slot] = len(new.prefill_token_ids)
             self.prefill_len[new.req_id] = len(new.prefill_token_ids)
             self.uid[new.req_id] = (new.prefill_token_ids[0] - 1000) // 10_000
         self.receiver.admit((new.req_id for new in output.scheduled_new_reqs), manifest.round)
@@ -165,8 +170,10 @@ class FirstStage:
             return
         for req_id, computed in self.pipeline.computed(output).items():
             if computed >= self.prefill_len[req_id]:
-                found, wanted = self.newest[self.slots[req_id]], token(self.uid[req_id], computed)
+                slot = self.slots[req_id]
+                found, wanted = self.newest[slot], token(self.uid[req_id], computed)
                 assert found == wanted, f"round {manifest.round}: {req_id} decodes from {found}, not {wanted}"
+                assert self.length[slot] == computed + 1, f"round {manifest.round}: {req_id} has lost count"
         self.hop.send(manifest.round, {"hidden": torch.zeros(manifest.num_tokens, 4)}, manifest.num_tokens)
         if manifest.handoff:
             self.receiver.announce(manifest)

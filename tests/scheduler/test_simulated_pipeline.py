@@ -86,6 +86,15 @@ def test_little_kv_space_preempts(tiny_llama: Path) -> None:
     assert pipeline.preemptions > 0
 
 
+def test_a_request_whose_last_token_was_dropped_by_a_reset_comes_back(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64))
+    pipeline.add("a", prompt=100, budget=1)  # two chunks; then its whole budget is in flight
+    assert pipeline.schedule()
+    assert pipeline.schedule()
+    pipeline.scheduler.reset_prefix_cache(reset_running_requests=True)
+    pipeline.finish()
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 9), st.integers(1, 100), st.integers(1, 40), st.integers(0, 40)),
