@@ -1,0 +1,316 @@
+"""Calls in flight: which replies each one still awaits, and the futures that they complete.
+
+There is no receiving thread on the fast path. The thread that waits for a
+result takes the receiving role itself, so a reply costs one wake-up and no
+hand-over between threads; further waiting threads follow until the role is
+free. Replies are matched by the command's number, so they complete whichever
+future they belong to, in any order.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import zmq
+
+from vllm_handoff.executor.channel import ControlChannel
+from vllm_handoff.executor.errors import ExecutorFailedError, ProtocolError, WorkerCallError
+from vllm_handoff.executor.messages import Failure, Frame, Reply, Report
+
+_Combine = Callable[[dict[int, Any]], Any]
+
+
+class CallFuture(Future):
+    """A future that receives replies while its result is awaited.
+
+    Works from any thread and in any order. A callback, or a wait that does not
+    go through this object, starts a thread that receives in the background.
+    """
+
+    def __init__(self, calls: CallTable) -> None:
+        super().__init__()
+        self._calls = calls
+        self.call: PendingCall | None = None
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The reply; raises TimeoutError after `timeout` seconds, or what the call failed with."""
+        self._calls.wait(self, timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._calls.wait(self, timeout)
+        return super().exception(0)
+
+    def done(self) -> bool:
+        """Whether the reply is here; takes what has arrived, without waiting."""
+        if not self.is_complete():
+            self._calls.receive_arrived()
+        return self.is_complete()
+
+    def is_complete(self) -> bool:
+        """Whether the reply has been taken off the socket."""
+        return super().done()
+
+    def add_done_callback(self, fn: Callable[[Future], object]) -> None:
+        super().add_done_callback(fn)
+        if not self.is_complete():
+            self._calls.receive_in_background()
+
+
+class PendingCall:
+    """One command that awaits replies of `waiting` ranks."""
+
+    __slots__ = ("combine", "deadline", "future", "is_round", "label", "results", "seq", "timeout", "waiting")
+
+    def __init__(
+        self,
+        seq: int,
+        label: str,
+        ranks: Iterable[int],
+        combine: _Combine,
+        future: CallFuture,
+        timeout: float | None,
+        is_round: bool,
+    ) -> None:
+        self.seq = seq
+        self.label = label
+        self.waiting = set(ranks)
+        self.results: dict[int, Any] = {}
+        self.combine = combine
+        self.future = future
+        self.timeout = timeout
+        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.is_round = is_round
+
+
+class CallTable:
+    """The calls in flight of one executor.
+
+    Args:
+        channel: where reports are received.
+        describe_rank: a rank's name for messages, such as "rank 1 (stage 1)".
+        on_fatal: told of a worker's fatal Failure; must not block.
+        on_broken: told, in one sentence, why the executor cannot go on (a round
+            that got no reply in time, a malformed report).
+    """
+
+    def __init__(
+        self,
+        channel: ControlChannel,
+        describe_rank: Callable[[int], str],
+        on_fatal: Callable[[int, Failure], None],
+        on_broken: Callable[[str], None],
+    ) -> None:
+        self._channel = channel
+        self._describe_rank = describe_rank
+        self._on_fatal = on_fatal
+        self._on_broken = on_broken
+        self._pending: dict[int, PendingCall] = {}
+        self._failed: str | None = None
+        # Guards the pending table, the receiving role and the followers' wait.
+        self._changed = threading.Condition()
+        self._receiving = False
+        self._followers = 0
+        self._background: threading.Thread | None = None
+        self._closed = False
+        # Wakes the receiving thread when a call completes without a message.
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(channel.reports, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def open(
+        self,
+        seq: int,
+        label: str,
+        ranks: Iterable[int],
+        combine: _Combine,
+        timeout: float | None = None,
+        is_round: bool = False,
+    ) -> CallFuture:
+        """Register a call before it is sent, and return its future.
+
+        Raises:
+            ExecutorFailedError: the executor has failed.
+        """
+        future = CallFuture(self)
+        call = PendingCall(seq, label, ranks, combine, future, timeout, is_round)
+        future.call = call
+        with self._changed:
+            if self._failed is not None:
+                raise ExecutorFailedError(self._failed)
+            self._pending[seq] = call
+        return future
+
+    def fail_all(self, error: str) -> None:
+        """Fail every call in flight, and every later one, with `error`."""
+        with self._changed:
+            if self._failed is None:
+                self._failed = error
+            failed, self._pending = list(self._pending.values()), {}
+        for call in failed:
+            _complete(call.future, error=ExecutorFailedError(f"{call.label}: {error}"))
+        self._wake()
+
+    def fail_one(self, seq: int, error: BaseException) -> None:
+        """Fail the call `seq`, if it is still in flight."""
+        call = self._pop(seq)
+        if call is not None:
+            _complete(call.future, error=error)
+
+    def wait(self, future: CallFuture, timeout: float | None) -> None:
+        """Receive until `future` is complete.
+
+        Raises:
+            TimeoutError: it is not after `timeout` seconds.
+        """
+        if future.is_complete():
+            return
+        call = future.call
+        assert call is not None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        expires = call.deadline is not None and (deadline is None or call.deadline <= deadline)
+        if self.receive_until(future.is_complete, call.deadline if expires else deadline):
+            return
+        missing = ", ".join(self._describe_rank(rank) for rank in sorted(call.waiting))
+        if not expires:
+            raise TimeoutError(f"{call.label}: no reply from {missing} within {timeout:g} s.")
+        message = f"{call.label}: no reply from {missing} within {call.timeout:g} s."
+        if call.is_round:
+            # A round that never ends cannot be dropped: the stream behind it is stuck as well.
+            self._on_broken(message)
+            self.receive_until(future.is_complete, time.monotonic() + 1)
+        self.fail_one(call.seq, TimeoutError(message))
+
+    def receive_until(self, done: Callable[[], bool], deadline: float | None = None) -> bool:
+        """Receive, or let the thread that holds the role receive, until done() or the deadline."""
+        with self._changed:
+            while self._receiving:
+                if done():
+                    return True
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    return False
+                self._followers += 1
+                self._changed.wait(remaining)
+                self._followers -= 1
+            if done() or self._closed:
+                return done()
+            self._receiving = True
+        try:
+            while not done():
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    return False
+                self._receive(remaining)
+            return True
+        finally:
+            with self._changed:
+                self._receiving = False
+                self._changed.notify_all()
+
+    def receive_arrived(self) -> None:
+        """Take the reports that have arrived, unless another thread is at it."""
+        with self._changed:
+            if self._receiving or self._closed:
+                return
+            self._receiving = True
+        try:
+            self._dispatch_arrived()
+        finally:
+            with self._changed:
+                self._receiving = False
+                self._changed.notify_all()
+
+    def receive_in_background(self) -> None:
+        """Start a thread that receives whenever nobody else does."""
+        with self._changed:
+            if self._background is not None or self._closed:
+                return
+            self._background = threading.Thread(
+                target=self.receive_until, args=(lambda: self._closed,), name="handoff-receive", daemon=True
+            )
+        self._background.start()
+
+    def close(self) -> None:
+        """Stop receiving. Call before the channel is closed: waits until the receiving role is free."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._wake()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._receiving, timeout=5)
+        if self._background is not None and self._background is not threading.current_thread():
+            self._background.join(timeout=5)
+        os.close(self._wake_fd)
+
+    def _receive(self, timeout: float | None) -> None:
+        """Block until something arrives, then dispatch all of it. Only in the receiving role."""
+        events = self._poller.poll(None if timeout is None else max(1, int(timeout * 1000 + 0.5)))
+        if any(source == self._wake_fd for source, _ in events):
+            os.eventfd_read(self._wake_fd)
+        self._dispatch_arrived()
+        if self._followers:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _dispatch_arrived(self) -> None:
+        try:
+            arrived = self._channel.receive()
+        except ProtocolError as error:
+            self._on_broken(f"{error} The control plane is out of step; restart the engine.")
+            return
+        for rank, report, payload in arrived:
+            self._dispatch(rank, report, payload)
+
+    def _dispatch(self, rank: int, report: Report, payload: Frame | None) -> None:
+        if isinstance(report, Reply):
+            call = self._pending.get(report.seq)
+            if call is None:
+                # The call has timed out or failed on another rank.
+                return
+            assert payload is not None
+            try:
+                call.results[rank] = pickle.loads(payload)
+                call.waiting.discard(rank)
+                if call.waiting or self._pop(report.seq) is None:
+                    return
+                _complete(call.future, call.combine(call.results))
+            except Exception as error:
+                self.fail_one(report.seq, error)
+                _complete(call.future, error=error)
+        elif isinstance(report, Failure):
+            if report.fatal:
+                self._on_fatal(rank, report)
+            else:
+                text = f"{report.where} failed on {self._describe_rank(rank)}: {report.error}\n{report.traceback}"
+                self.fail_one(report.seq, WorkerCallError(text))
+
+    def _pop(self, seq: int) -> PendingCall | None:
+        with self._changed:
+            return self._pending.pop(seq, None)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _complete(future: Future, result: Any = None, error: BaseException | None = None) -> None:
+    """Complete a future unless it already is (a reply may cross with a failure or a timeout)."""
+    try:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except Exception:
+        pass

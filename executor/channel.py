@@ -1,0 +1,148 @@
+"""The executor's end of the control plane: a private folder and two sockets in it.
+
+Commands leave through one ROUTER and reports arrive at another, so that each
+socket has one user at a time: whoever sends holds the send lock, whoever waits
+for a reply holds the receiving role (see calls.py). zmq sockets do not allow
+two threads at once, not even one that sends and one that polls.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+
+import zmq
+
+from vllm_handoff.executor import messages
+from vllm_handoff.executor.errors import ProtocolError
+from vllm_handoff.executor.messages import Frame, Hello, Report, Welcome
+
+logger = logging.getLogger(__name__)
+
+# The kernel's limit on a unix socket's path is 108 bytes with the final zero.
+_MAX_SOCKET_PATH = 107
+_HELLO_BYTES = 4096
+# From this size a frame is handed to zmq without a copy; below, copying is cheaper.
+_COPY_BELOW = 64 << 10
+
+
+class ControlFolder:
+    """A 0700 folder of our own for the sockets and the rendezvous file, and the token that proves a peer."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_bytes(messages.TOKEN_BYTES)
+        base = tempfile.gettempdir()
+        if len(f"{base}/vllm-handoff-xxxxxxxx/commands".encode()) > _MAX_SOCKET_PATH:
+            base = "/tmp"
+        self.path = tempfile.mkdtemp(prefix="vllm-handoff-", dir=base)
+
+    def endpoint(self, link: messages.LinkName) -> str:
+        return f"ipc://{self.path}/{link}"
+
+    @property
+    def rendezvous(self) -> str:
+        """A torch.distributed init method whose file goes away with the folder."""
+        return f"file://{self.path}/rendezvous"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class ControlChannel:
+    """Sends commands to workers by rank and receives proved workers' reports.
+
+    Must be made after the workers were forked: a zmq context does not survive a
+    fork, and its descriptors would leak into the workers. Workers that connect
+    earlier simply retry until the sockets are bound.
+    """
+
+    def __init__(self, folder: ControlFolder, world_size: int) -> None:
+        self._token = folder.token
+        self._world_size = world_size
+        self._command_peers: dict[int, bytes] = {}
+        self._report_peers: dict[bytes, int] = {}
+        self._refused: set[bytes] = set()
+        self._context = zmq.Context()
+        self.commands = self._bind(folder.endpoint("commands"), _HELLO_BYTES)
+        self.reports = self._bind(folder.endpoint("reports"), messages.MAX_PAYLOAD_BYTES)
+
+    def _bind(self, endpoint: str, max_message: int) -> zmq.Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        # No high-water mark: depth bounds what is in flight, and a ROUTER drops what exceeds the mark.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0 if max_message > _HELLO_BYTES else 64)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_message)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(endpoint)
+        return socket
+
+    def send(self, ranks: Iterable[int], header: bytes, payload: bytes | None = None) -> None:
+        """Send one command to each of `ranks`. The caller holds the send lock.
+
+        Raises:
+            zmq.ZMQError: EHOSTUNREACH if a worker's connection is gone.
+        """
+        frames = [header] if payload is None else [header, payload]
+        copy = payload is None or len(payload) < _COPY_BELOW
+        for rank in ranks:
+            self.commands.send_multipart([self._command_peers[rank], *frames], copy=copy)
+
+    def welcome_workers(self) -> None:
+        """Take the Hellos that wait on the command link and answer the proved ones. Start only."""
+        while True:
+            try:
+                peer, *frames = self.commands.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            rank = self._check_hello(peer, frames, "commands")
+            if rank is not None and rank not in self._command_peers:
+                self._command_peers[rank] = peer
+                welcome = Welcome(messages.proof(self._token, "executor", rank, "commands"))
+                self.commands.send_multipart([peer, messages.encode(welcome)])
+
+    def receive(self) -> list[tuple[int, Report, Frame | None]]:
+        """All reports of proved workers that have arrived, as (rank, report, payload); never blocks.
+
+        Raises:
+            ProtocolError: a proved worker sent something malformed.
+        """
+        received: list[tuple[int, Report, Frame | None]] = []
+        while True:
+            try:
+                peer, *frames = self.reports.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return received
+            rank = self._report_peers.get(peer)
+            if rank is None:
+                rank = self._check_hello(peer, frames, "reports")
+                if rank is not None:
+                    self._report_peers[peer] = rank
+                continue
+            try:
+                received.append((rank, *messages.decode_report(frames)))
+            except ProtocolError as error:
+                raise ProtocolError(f"rank {rank}: {error}") from error
+
+    def _check_hello(self, peer: bytes, frames: Sequence[Frame], link: messages.LinkName) -> int | None:
+        """The rank that a first message proves, or None. An unproved peer's payload is never opened."""
+        try:
+            if len(frames) != 1 or len(frames[0]) > _HELLO_BYTES:
+                raise ProtocolError("its first message is not a Hello")
+            hello, _ = messages.decode_report(frames)
+            if not isinstance(hello, Hello) or hello.link != link or hello.rank >= self._world_size:
+                raise ProtocolError("its first message is not a Hello for this link")
+            if not messages.is_proof(hello.proof, self._token, "worker", hello.rank, link):
+                raise ProtocolError("its proof is wrong")
+        except ProtocolError as error:
+            if peer not in self._refused and len(self._refused) < 64:
+                self._refused.add(peer)
+                logger.warning("Control plane: a stranger on the %s socket is ignored: %s.", link, error)
+            return None
+        return hello.rank
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
