@@ -12,6 +12,7 @@ import logging
 import secrets
 import shutil
 import tempfile
+from pathlib import Path
 from collections.abc import Iterable, Sequence
 
 import zmq
@@ -44,8 +45,12 @@ class ControlFolder:
 
     @property
     def rendezvous(self) -> str:
-        """A torch.distributed init method whose file goes away with the folder."""
-        return f"file://{self.path}/rendezvous"
+        """A torch.distributed init method whose file goes away with the folder.
+
+        vLLM's CPU communicator names its shared memory by the file's name alone,
+        so engines that run at the same time need different ones.
+        """
+        return f"file://{self.path}/{Path(self.path).name}"
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
