@@ -126,7 +126,7 @@ def gumbel_sample(
 def _block_argmax(
     values: np.ndarray, block_size: int, rows: np.ndarray | slice, local_argmax: np.ndarray, local_max: np.ndarray
 ) -> None:
-    """Write each block's greatest value and its lowest index. `values` is [num_rows, vocab_size], in order of `rows`."""
+    """Write the greatest value of each block of `values` [num_rows, vocab_size], and its lowest index."""
     num_rows, vocab_size = values.shape
     num_blocks = vocab_size // block_size
     whole = num_blocks * block_size

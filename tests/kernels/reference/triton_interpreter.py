@@ -1,0 +1,54 @@
+"""Makes vLLM's Triton kernels run in Triton's interpreter, in this process only.
+
+Triton has no backend for a CPU, so vLLM would replace Triton by placeholders there. The interpreter compiles nothing, and a
+backend that has no more than a name is enough for it. Import this module before vLLM, in a process of its own: a process
+that sees the backend without the interpreter cannot run vLLM at all.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+from triton.backends import Backend, backends
+from triton.backends.compiler import GPUTarget
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+class NameOnlyDriver:
+    """Answers what vLLM and Triton ask while they are imported."""
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cpu", 0, 1)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+backends.clear()
+backends["cpu"] = Backend(compiler=None, driver=NameOnlyDriver)
+
+
+def _with_bool_mask(store: Any) -> Any:
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+        return store(self, ptrs, value, TensorHandle(mask.data.astype(np.bool_), mask.dtype), *args)
+
+    return masked_store
+
+
+# `scalar & block` of two conditions is int32 in the interpreter, which then refuses it as a mask.
+InterpreterBuilder.create_masked_store = _with_bool_mask(InterpreterBuilder.create_masked_store)
