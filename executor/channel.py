@@ -12,8 +12,8 @@ import logging
 import secrets
 import shutil
 import tempfile
-from pathlib import Path
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import zmq
 
