@@ -232,6 +232,8 @@ def serve_command(model: Path, port: int, device: Device) -> list[str]:
     command = [str(vllm)] if vllm.is_file() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
     command += ["serve", str(model), "--pipeline-parallel-size", "2", "--distributed-executor-backend", EXECUTOR]
     command += ["--host", HOST, "--port", str(port), "--served-model-name", "demo"]
+    # By default vLLM kills its engine the moment it stops: no time for the executor to write its statistics.
+    command += ["--shutdown-timeout", "20"]
     # Small and quick to start, rather than fast.
     command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--enforce-eager"]
     return command + list(device.flags)
