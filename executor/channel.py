@@ -52,6 +52,15 @@ class ControlFolder:
         """
         return f"file://{self.path}/{Path(self.path).name}"
 
+    def unlink_shared_memory(self) -> None:
+        """Remove the names of the workers' shared memory, once every worker has it mapped.
+
+        vLLM's CPU communicator never does: 8 MB of memory would stay behind
+        each engine, however orderly it ends.
+        """
+        for path in Path("/dev/shm").glob(f"{Path(self.path).name}-*"):
+            path.unlink(missing_ok=True)
+
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 

@@ -101,6 +101,7 @@ class HandoffExecutor(Executor):
             init_method = self._plane.folder.rendezvous
         self._log_start(world_size // stage_size)
         self._plane.start()
+        self._plane.folder.unlink_shared_memory()
         # This process only schedules: threads of its own would compete with the workers.
         set_torch_threads_for_runtime()
         samples = self.model_config.runner_type != "pooling" and not self.vllm_config.is_mm_encoder_only

@@ -66,6 +66,9 @@ class CommandLoop:
             self._serve(command, payload)
         if self._outputs is not None:
             self._outputs.close()
+        if self._output_reports is not None:
+            # Left to the garbage collector, its context would wait for ever for a socket that nobody closes.
+            self._output_reports.close(linger_s=1)
 
     def _serve(self, command: Command, payload: Frame | None) -> None:
         if isinstance(command, Call):
