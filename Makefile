@@ -17,7 +17,7 @@ env: ## Make or mend .venv, with vLLM for the CPU (KIND=gpu: for NVIDIA GPUs); a
 	@bash tools/setup_env.sh $(KIND)
 
 demo: env ## Serve a small real model on two stages and stream eight answers from it
-	@$(VENV)/bin/vllm-handoff demo $(ARGS)
+	@$(VENV)/bin/vllm-handoff demo --log-dir .cache/demo $(ARGS)
 
 test: env ## Run every test
 	@$(PYTHON) -m pytest $(ARGS)
