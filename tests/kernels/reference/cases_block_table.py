@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.kernels.reference.support import CPU, Results, compare, distinct, ints, prefix_sums
+from kernel_comparison import CPU, Results, compare, distinct, ints, prefix_sums
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cp_utils import prepare_dcp_local_seq_lens
 from vllm.v1.worker.utils import KVBlockZeroer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.kernels.reference.support import CPU, Results, compare, distinct, ints, prefix_sums
+from kernel_comparison import CPU, Results, compare, distinct, ints, prefix_sums
 from vllm.v1.worker.gpu import input_batch
 
 MAX_REQS, MAX_TOKENS, MAX_LEN, VOCAB = 12, 64, 40, 50
@@ -162,7 +162,7 @@ def test_staged_writes() -> None:
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
     def scenario(rng: np.random.Generator) -> Results:
-        results = {}
+        results: Results = {}
         for dtype in (torch.int32, torch.int64, torch.float32):
             vector = StagedWriteTensor(MAX_REQS, dtype, CPU)
             table = StagedWriteTensor((MAX_REQS, 2048), dtype, CPU, uva_instead_of_gpu=dtype == torch.int32)

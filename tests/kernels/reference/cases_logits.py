@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.kernels.reference.support import Results, compare, distinct, floats, ints, prefix_sums
+from kernel_comparison import Results, compare, distinct, floats, ints, prefix_sums
 from vllm.v1.worker.gpu.sample.bad_words import apply_bad_words
 from vllm.v1.worker.gpu.sample.logit_bias import apply_logit_bias
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p

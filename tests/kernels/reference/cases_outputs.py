@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.kernels.reference.support import CPU, Results, compare, distinct, floats, ints, prefix_sums
+from kernel_comparison import CPU, Results, compare, distinct, floats, ints, prefix_sums
 from vllm.v1.worker.gpu.sample.logprob import LogprobTokenIdsState, compute_token_logprobs, compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.prompt_logprob import get_prompt_logprobs_token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.kernels.reference.support import Results, compare, distinct, floats, ints
+from kernel_comparison import Results, compare, distinct, floats, ints
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 
 MAX_REQS = 8

@@ -1,8 +1,8 @@
-"""Makes vLLM's Triton kernels run in Triton's interpreter, in this process only.
+"""pytest plugin: makes vLLM's Triton kernels run in Triton's interpreter, in this process only.
 
-Triton has no backend for a CPU, so vLLM would replace Triton by placeholders there. The interpreter compiles nothing, and a
-backend that has no more than a name is enough for it. Import this module before vLLM, in a process of its own: a process
-that sees the backend without the interpreter cannot run vLLM at all.
+Triton has no backend for a CPU, so vLLM would replace Triton by placeholders there. The interpreter compiles nothing,
+and a backend that has no more than a name is enough for it. It must be loaded before vLLM, in a process of its own: a
+process that sees the backend without the interpreter cannot run vLLM at all.
 """
 
 from __future__ import annotations
@@ -52,3 +52,9 @@ def _with_bool_mask(store: Any) -> Any:
 
 # `scalar & block` of two conditions is int32 in the interpreter, which then refuses it as a mask.
 InterpreterBuilder.create_masked_store = _with_bool_mask(InterpreterBuilder.create_masked_store)
+
+# Before any module of the runner: it puts CPU versions of streams, events and buffers in their place.
+import vllm.v1.worker.cpu.shm  # noqa: E402, F401
+from vllm.triton_utils import HAS_TRITON  # noqa: E402
+
+assert HAS_TRITON, "vLLM did not accept Triton's interpreter"

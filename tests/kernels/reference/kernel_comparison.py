@@ -1,4 +1,4 @@
-"""Runs a scenario with vLLM's kernels in Triton's interpreter and again with the native ones, and compares the results."""
+"""Runs a scenario with vLLM's kernels in Triton's interpreter and with the native ones, and compares the results."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import tests.kernels.reference.triton_interpreter  # noqa: F401  (before vLLM)
-
-# Before the runner's modules: it puts CPU versions of streams, events and buffers in their place.
-import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 import numpy as np
 import torch
-from vllm.triton_utils import HAS_TRITON
 
 from vllm_handoff.worker.cpu_kernels.registration import GRID_KERNELS, NATIVE_KERNELS
-
-assert HAS_TRITON, "these cases compare with Triton's interpreter, which vLLM did not find"
 
 RUNNER = "vllm.v1.worker.gpu"
 CPU = torch.device("cpu")
