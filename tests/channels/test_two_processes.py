@@ -1,0 +1,191 @@
+"""Hop and handoff between two real processes over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vllm_handoff.scheduler_ext.manifest import HEADER_MAGIC, Manifest, Row
+from vllm_handoff.worker.handoff import HandoffMismatchError, HandoffReceiver, HandoffSender
+from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
+from vllm_handoff.worker.transfer import Peer, TransferError, warm_up
+
+CPU = torch.device("cpu")
+GONE = "gone"
+LAYOUT = HopLayout({"residual": 3, "hidden_states": 5}, torch.float32)
+
+
+def manifest(number: int, rows: int = 3, tokens: int = 3, feeds: bool = True) -> Manifest:
+    """A round whose requests r0, r1, ... were all admitted in round 0."""
+    return Manifest(number, tokens, rows=tuple(Row(f"r{i}", 0, feeds or i == 0) for i in range(rows)))
+
+
+def _member(rank: int, store: str, role: Callable[[int, dist.ProcessGroup], Any], answers: Any) -> None:
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        group = dist.new_group([0, 1])
+        warm_up(group, [(0, 1), (1, 0)], CPU)
+        answer = role(rank, group)
+        answers.put((rank, answer, None))
+        if answer != GONE:
+            dist.barrier()  # stay until the peer has what was sent to it
+    except BaseException as error:
+        answers.put((rank, None, "".join(traceback.format_exception(error))))
+
+
+def run_pair(tmp_path: Path, role: Callable[[int, dist.ProcessGroup], Any], expect_errors: bool = False) -> list[Any]:
+    """Run `role(rank, group)` in two processes; their answers by rank, or their tracebacks."""
+    context = mp.get_context("fork")
+    answers: Any = context.Queue()
+    members = [
+        context.Process(target=_member, args=(rank, str(tmp_path / "store"), role, answers)) for rank in range(2)
+    ]
+    for member in members:
+        member.start()
+    found: dict[int, tuple] = {}
+    try:
+        for _ in members:
+            rank, answer, error = answers.get(timeout=60)
+            found[rank] = (answer, error)
+            if error and not expect_errors:
+                raise AssertionError(f"rank {rank}:\n{error}")
+    finally:
+        for member in members:
+            member.kill()
+            member.join()
+    return [found[rank][1 if found[rank][1] else 0] for rank in range(2)]
+
+
+def _hop_role(rank: int, group: dist.ProcessGroup) -> Any:
+    sizes = [1, 7, 16, 2, 2, 9, 16, 1] * 25
+    if rank == 0:
+        sender = HopSender(Peer(group, 1, 1), LAYOUT, 16, CPU, buffers=2)
+        for number, size in enumerate(sizes):
+            rows = torch.arange(size).float().unsqueeze(1) + 100 * number
+            # The model's own output has more rows than the round: padding does not travel.
+            padded = torch.cat([rows, torch.full((3, 1), -1.0)])
+            sender.send(number, {"hidden_states": padded.expand(-1, 5), "residual": -padded.expand(-1, 3)}, size)
+        return None
+    receiver = HopReceiver(Peer(group, 0, 0), LAYOUT, 16, CPU)
+    for number, size in enumerate(sizes):
+        tensors, pending = receiver.post(number, size)
+        pending.wait()
+        rows = torch.arange(size).float().unsqueeze(1) + 100 * number
+        assert torch.equal(tensors["hidden_states"][:size], rows.expand(-1, 5))
+        assert torch.equal(tensors["residual"][:size], -rows.expand(-1, 3))
+        assert tensors["hidden_states"].shape == (16, 5)
+    return len(sizes)
+
+
+@pytest.mark.timeout(120)
+def test_hop_carries_every_round_in_order(tmp_path: Path) -> None:
+    assert run_pair(tmp_path, _hop_role) == [None, 200]
+
+
+def _handoff_role(rank: int, group: dist.ProcessGroup) -> Any:
+    rounds = [manifest(number, rows=1 + number % 5) for number in range(100)]
+    if rank == 1:
+        sender = HandoffSender([Peer(group, 0, 0)], CPU)
+        for m in rounds:
+            count = len(m.rows)
+            tokens = torch.arange(count).unsqueeze(1) + 10 * m.round
+            sender.send(m, tokens, torch.ones(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
+        return None
+    slots = {f"r{i}": 7 - i for i in range(5)}
+    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, slots.get)
+    receiver.admit(slots, 0)
+    seen = 0
+    for m in rounds:
+        receiver.announce(m)
+        if m.round % 3 != 2:
+            continue
+        for taken, sampled in enumerate(receiver.take([m.round - 2, m.round - 1, m.round])):
+            number = m.round - 2 + taken
+            count = 1 + number % 5
+            assert sampled.idx_mapping.tolist() == [7 - i for i in range(count)]
+            assert sampled.sampled_tokens[:, 0].tolist() == [10 * number + i for i in range(count)]
+            assert sampled.num_sampled.tolist() == [1] * count
+            assert sampled.num_rejected.tolist() == [0] * count
+            seen += 1
+    receiver.drain()
+    return seen
+
+
+@pytest.mark.timeout(120)
+def test_handoffs_are_applied_when_needed(tmp_path: Path) -> None:
+    assert run_pair(tmp_path, _handoff_role) == [99, None]
+
+
+def _dropping_role(rank: int, group: dist.ProcessGroup) -> Any:
+    m = manifest(4, rows=4)
+    if rank == 1:
+        ones = torch.ones(4, dtype=torch.int32)
+        HandoffSender([Peer(group, 0, 0)], CPU).send(m, torch.arange(4).unsqueeze(1), ones, ones * 0)
+        return None
+    slots = {"r0": 0, "r1": 1, "r2": 2}  # r3 is unknown here
+    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, slots.get)
+    receiver.admit(["r0", "r1", "r2", "r3"], 0)
+    receiver.announce(m)
+    receiver.forget("r1")  # gone
+    receiver.admit(["r2"], 5)  # gone, and its id in use again
+    return [sampled.idx_mapping.tolist() for sampled in receiver.take([4])]
+
+
+@pytest.mark.timeout(120)
+def test_rows_of_requests_that_went_away_are_dropped(tmp_path: Path) -> None:
+    assert run_pair(tmp_path, _dropping_role) == [[[0, -1, -1, -1]], None]
+
+
+def _mismatch_role(rank: int, group: dist.ProcessGroup) -> Any:
+    if rank == 1:
+        ones = torch.ones(3, dtype=torch.int32)
+        HandoffSender([Peer(group, 0, 0)], CPU).send(manifest(8), torch.arange(3).unsqueeze(1), ones, ones * 0)
+        return None
+    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, {"r0": 0}.get)
+    receiver.announce(manifest(9))
+    list(receiver.take([9]))
+
+
+@pytest.mark.timeout(120)
+def test_a_handoff_of_another_round_ends_with_both_named(tmp_path: Path) -> None:
+    error = run_pair(tmp_path, _mismatch_role, expect_errors=True)[0]
+    assert HandoffMismatchError.__name__ in error
+    assert "of round 9" in error
+    assert "of round 8" in error
+
+
+def test_needing_a_round_that_is_not_next_is_an_error() -> None:
+    receiver = HandoffReceiver(Peer(None, 1, 1), CPU, 0, {}.get)  # type: ignore[arg-type]
+    receiver.announce(manifest(3))
+    with pytest.raises(TransferError, match=r"round 4 is needed next, but under way are \[3\]"):
+        list(receiver.take([4]))
+
+
+def _lost_peer_role(rank: int, group: dist.ProcessGroup) -> Any:
+    if rank == 0:
+        return GONE
+    receiver = HopReceiver(Peer(group, 0, 0), LAYOUT, 16, CPU)
+    _, pending = receiver.post(5, 2)
+    pending.wait()
+
+
+@pytest.mark.timeout(120)
+def test_a_lost_peer_is_named_with_the_round(tmp_path: Path) -> None:
+    answers = run_pair(tmp_path, _lost_peer_role, expect_errors=True)
+    assert "round 5, hop: receiving from stage 0 failed" in answers[1]
+
+
+def test_a_layout_of_mixed_dtypes_is_refused() -> None:
+    with pytest.raises(ValueError, match="one dtype"):
+        HopLayout.of({"a": torch.zeros(1, 2), "b": torch.zeros(1, 2, dtype=torch.int64)})
+
+
+def test_the_header_magic_fits_the_payload() -> None:
+    assert torch.tensor([HEADER_MAGIC], dtype=torch.int64).item() == HEADER_MAGIC
