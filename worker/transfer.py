@@ -30,6 +30,11 @@ class Peer:
         stage: the peer's stage, for error messages.
     """
 
+    # gloo's handles learn of completion only in wait(). A receiver takes what was
+    # sent within a few rounds, as manifests demand, so waiting for the send this
+    # many back costs nothing; the bound keeps handles from piling up.
+    MOST_UNDER_WAY = 16
+
     def __init__(self, group: dist.ProcessGroup, rank: int, stage: int) -> None:
         self.group = group
         self.rank = rank
@@ -41,6 +46,8 @@ class Peer:
         """Start sending a contiguous tensor; the returned handle's `wait` orders reuse of its memory."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
+        if len(self._sending) >= self.MOST_UNDER_WAY:
+            self._sending.popleft()[0].wait()
         try:
             handle = dist.isend(tensor, dst=self.rank, group=self.group)
         except RuntimeError as error:

@@ -18,6 +18,7 @@ from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
 from vllm_handoff.worker.transfer import Peer, TransferError, warm_up
 
 CPU = torch.device("cpu")
+KEEP: list[Any] = []  # gloo cancels a send whose handle goes away, so senders live as long as their process
 GONE = "gone"
 LAYOUT = HopLayout({"residual": 3, "hidden_states": 5}, torch.float32)
 
@@ -43,7 +44,7 @@ def _member(rank: int, store: str, role: Callable[[int, dist.ProcessGroup], Any]
 def run_pair(tmp_path: Path, role: Callable[[int, dist.ProcessGroup], Any], expect_errors: bool = False) -> list[Any]:
     """Run `role(rank, group)` in two processes; their answers by rank, or their tracebacks."""
     context = mp.get_context("fork")
-    answers: Any = context.Queue()
+    answers: Any = context.SimpleQueue()
     members = [
         context.Process(target=_member, args=(rank, str(tmp_path / "store"), role, answers)) for rank in range(2)
     ]
@@ -52,7 +53,7 @@ def run_pair(tmp_path: Path, role: Callable[[int, dist.ProcessGroup], Any], expe
     found: dict[int, tuple] = {}
     try:
         for _ in members:
-            rank, answer, error = answers.get(timeout=60)
+            rank, answer, error = answers.get()
             found[rank] = (answer, error)
             if error and not expect_errors:
                 raise AssertionError(f"rank {rank}:\n{error}")
@@ -67,6 +68,7 @@ def _hop_role(rank: int, group: dist.ProcessGroup) -> Any:
     sizes = [1, 7, 16, 2, 2, 9, 16, 1] * 25
     if rank == 0:
         sender = HopSender(Peer(group, 1, 1), LAYOUT, 16, CPU, buffers=2)
+        KEEP.append(sender)
         for number, size in enumerate(sizes):
             rows = torch.arange(size).float().unsqueeze(1) + 100 * number
             # The model's own output has more rows than the round: padding does not travel.
@@ -93,6 +95,7 @@ def _handoff_role(rank: int, group: dist.ProcessGroup) -> Any:
     rounds = [manifest(number, rows=1 + number % 5) for number in range(100)]
     if rank == 1:
         sender = HandoffSender([Peer(group, 0, 0)], CPU)
+        KEEP.append(sender)
         for m in rounds:
             count = len(m.rows)
             tokens = torch.arange(count).unsqueeze(1) + 10 * m.round
@@ -127,7 +130,8 @@ def _dropping_role(rank: int, group: dist.ProcessGroup) -> Any:
     m = manifest(4, rows=4)
     if rank == 1:
         ones = torch.ones(4, dtype=torch.int32)
-        HandoffSender([Peer(group, 0, 0)], CPU).send(m, torch.arange(4).unsqueeze(1), ones, ones * 0)
+        KEEP.append(HandoffSender([Peer(group, 0, 0)], CPU))
+        KEEP[0].send(m, torch.arange(4).unsqueeze(1), ones, ones * 0)
         return None
     slots = {"r0": 0, "r1": 1, "r2": 2}  # r3 is unknown here
     receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, slots.get)
@@ -146,7 +150,8 @@ def test_rows_of_requests_that_went_away_are_dropped(tmp_path: Path) -> None:
 def _mismatch_role(rank: int, group: dist.ProcessGroup) -> Any:
     if rank == 1:
         ones = torch.ones(3, dtype=torch.int32)
-        HandoffSender([Peer(group, 0, 0)], CPU).send(manifest(8), torch.arange(3).unsqueeze(1), ones, ones * 0)
+        KEEP.append(HandoffSender([Peer(group, 0, 0)], CPU))
+        KEEP[0].send(manifest(8), torch.arange(3).unsqueeze(1), ones, ones * 0)
         return None
     receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, {"r0": 0}.get)
     receiver.announce(manifest(9))
@@ -159,6 +164,23 @@ def test_a_handoff_of_another_round_ends_with_both_named(tmp_path: Path) -> None
     assert HandoffMismatchError.__name__ in error
     assert "of round 9" in error
     assert "of round 8" in error
+
+
+def _many_role(rank: int, group: dist.ProcessGroup) -> Any:
+    peer = Peer(group, 1 - rank, 1 - rank)
+    for number in range(200):
+        tensor = torch.full((2,), number)
+        if rank == 1:
+            peer.send(tensor, f"round {number}")
+        else:
+            peer.post_receive(tensor, f"round {number}").wait()
+    KEEP.append(peer)
+    return len(peer._sending)
+
+
+@pytest.mark.timeout(120)
+def test_finished_sends_are_let_go(tmp_path: Path) -> None:
+    assert run_pair(tmp_path, _many_role)[1] <= Peer.MOST_UNDER_WAY
 
 
 def test_needing_a_round_that_is_not_next_is_an_error() -> None:
