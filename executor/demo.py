@@ -154,10 +154,13 @@ def _demo(args: argparse.Namespace, log_dir: Path) -> list[str]:
         print("Stopping the server.", flush=True)
         problems += server.stop()
         signal.signal(signal.SIGINT, before)
-    if answers:
+    if failed := [answer for answer in answers if answer.error]:
+        problems.append(
+            f"{len(failed)} of {len(answers)} completions failed. {failed[0].prompt!r}: {failed[0].error}\n"
+            f"From {server.log}:\n{server.last_words()}"
+        )
+    elif answers:
         problems += summarise(answers, elapsed, statistics)
-    if any(answer.error for answer in answers):
-        problems.append(f"The end of the server's log:\n{server.last_lines()}")
     return problems
 
 
@@ -236,12 +239,12 @@ def serve_command(model: Path, port: int, device: Device) -> list[str]:
 
 def summarise(answers: list[Answer], elapsed: float, statistics: Path) -> list[str]:
     """Print what was done, and return what should have been otherwise."""
-    problems = [f"The completion of {a.prompt!r} failed: {a.error}" for a in answers if a.error]
+    problems = []
     try:
         counts: dict[str, Any] = json.loads(statistics.read_text())
         facts = {what: f"{counts[key]}" for key, what in STATISTICS.items()}
     except (OSError, ValueError, KeyError) as error:
-        return problems + [f"The executor left no usable statistics in {statistics} ({error!r})."]
+        return [f"The executor left no usable statistics in {statistics} ({error!r})."]
     tokens = sum(answer.tokens for answer in answers)
     facts["tokens"] = f"{tokens}"
     facts["tokens/s"] = f"{tokens / elapsed:.1f}"

@@ -94,7 +94,8 @@ async def _read(lines: Any, answer: Answer) -> None:
             continue
         event = json.loads(data)
         if "error" in event:
-            answer.error = str(event["error"])
+            error = event["error"]
+            answer.error = str(error.get("message", error) if isinstance(error, dict) else error)
             return
         for choice in event.get("choices", ()):
             answer.text += choice.get("text", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -13,9 +14,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+# "(EngineCore pid=12) ERROR 01-31 12:00:00 [core.py:1] "
+_LOG_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\] )?")
+_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
+
 
 class ServerFailedError(RuntimeError):
-    """The server ended, or was not ready in time. The message ends with its last log lines."""
+    """The server ended, or was not ready in time. The message ends with what its log says of it."""
 
 
 class Process(NamedTuple):
@@ -91,9 +96,16 @@ class ServerProcess:
         self._known |= family
         return family
 
-    def last_lines(self, count: int = 20) -> str:
+    def last_words(self, count: int = 15) -> str:
+        """What the log says of a failure: the errors named in it, in their order, else its last lines."""
         lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(f"  | {line}" for line in lines[-count:])
+        # An error is logged by each process that it passes through, and what follows at exit is noise.
+        errors = list(
+            dict.fromkeys(
+                _LOG_PREFIX.sub("", line).strip() for line in lines if _ERROR.search(line) and " WARNING " not in line
+            )
+        )
+        return "\n".join(f"  | {line}" for line in errors[:count] or lines[-count:])
 
     def wait_ready(self, health_url: str, timeout: float, tick: Callable[[float], None] = lambda _: None) -> float:
         """Wait until the server answers, and return how many seconds that took.
@@ -113,8 +125,7 @@ class ServerProcess:
             waited = time.monotonic() - start
             if (status := self._popen.poll()) is not None:
                 raise ServerFailedError(
-                    f"The server ended with status {status} before it was ready. "
-                    f"The end of {self.log}:\n{self.last_lines()}"
+                    f"The server ended with status {status} before it was ready. From {self.log}:\n{self.last_words()}"
                 )
             try:
                 with opener.open(health_url, timeout=2):
@@ -123,7 +134,7 @@ class ServerProcess:
                 pass
             if waited > timeout:
                 raise ServerFailedError(
-                    f"The server was not ready after {timeout:.0f} s. The end of {self.log}:\n{self.last_lines()}"
+                    f"The server was not ready after {timeout:.0f} s. From {self.log}:\n{self.last_words()}"
                 )
             self.family()
             tick(waited)

@@ -26,6 +26,14 @@ time.sleep(600)
 ORPHAN = "import os, time\nif os.fork() == 0: time.sleep(600)\ntime.sleep(1)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 
+LOG = """
+print("(Worker pid=7) ERROR 01-31 12:00:00 [core.py:1] ValueError: the cause")
+print("(Worker pid=7)   File x.py")
+print("(EngineCore pid=1) ERROR 01-31 12:00:01 [core.py:1] WorkerStartError: no start: ValueError: the cause")
+print("ValueError: the cause")
+for i in range(30): print("noise", i)
+"""
+
 Start = Callable[..., ServerProcess]
 
 
@@ -61,12 +69,18 @@ def test_ready_then_stopped(start: Start) -> None:
     assert server.stop() == []
 
 
-def test_a_server_that_dies_is_noticed_at_once_with_its_last_lines(start: Start) -> None:
+def test_a_server_that_dies_is_noticed_at_once_with_its_last_words(start: Start) -> None:
     server = start("print('the cause'); raise SystemExit(3)")
     began = time.monotonic()
     with pytest.raises(ServerFailedError, match=r"status 3(.|\n)*the cause"):
         server.wait_ready("http://127.0.0.1:9/", 60)
     assert time.monotonic() - began < 10
+
+
+def test_of_a_long_log_the_errors_are_shown_once_and_in_order(start: Start) -> None:
+    server = start(LOG)
+    _until(lambda: "noise 29" in server.log.read_text())
+    assert server.last_words() == "  | ValueError: the cause\n  | WorkerStartError: no start: ValueError: the cause"
 
 
 def test_a_server_that_never_answers_is_given_up(start: Start) -> None:
@@ -77,7 +91,7 @@ def test_a_server_that_never_answers_is_given_up(start: Start) -> None:
 
 def test_a_deaf_server_is_killed_and_reported(start: Start) -> None:
     server = start(DEAF)
-    _until(lambda: "deaf" in server.last_lines())
+    _until(lambda: "deaf" in server.last_words())
     (problem,) = server.stop(grace=0.5)
     assert "was killed" in problem
     assert server.family() == set()
