@@ -25,7 +25,9 @@ def installed_vllm_version() -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise UnsupportedVllmError(f"vLLM is not installed. vllm-handoff needs vLLM {SUPPORTED_RANGE}: pip install 'vllm==0.32.*'")
+    raise UnsupportedVllmError(
+        f"vLLM is not installed. vllm-handoff needs vLLM {SUPPORTED_RANGE}: pip install 'vllm==0.32.*'"
+    )
 
 
 def check_vllm_version(found: str | None = None) -> str:

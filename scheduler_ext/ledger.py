@@ -105,9 +105,7 @@ class HandoffLedger:
         """
         number = self._take_number()
         needs = self._needs(number - 1) if drain else ()
-        return Manifest(
-            round=number, num_tokens=0, width=self.width, needs=needs, dispatch=dispatch or bool(needs)
-        )
+        return Manifest(round=number, num_tokens=0, width=self.width, needs=needs, dispatch=dispatch or bool(needs))
 
     def _take_number(self) -> int:
         number = self.next_round

@@ -15,7 +15,7 @@ from vllm_handoff.scheduler_ext.ledger import HandoffLedger, ScheduledRow, batch
 from vllm_handoff.scheduler_ext.manifest import attach, manifest_of
 
 if TYPE_CHECKING:
-    _Base = Scheduler
+    _Base: Any = Scheduler
 else:
     _Base = object
 
@@ -72,9 +72,7 @@ class ManifestMixin(_Base):
 
     def _scheduled_rows(self, output: SchedulerOutput) -> Sequence[ScheduledRow]:
         admitted = {new.req_id for new in output.scheduled_new_reqs}
-        order = batch_order(
-            output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, 1 + self.num_spec_tokens
-        )
+        order = batch_order(output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, 1 + self.num_spec_tokens)
         rows = []
         for req_id in order:
             request = self.requests[req_id]
@@ -93,9 +91,7 @@ class ManifestMixin(_Base):
         in_flight = max(1, request.num_output_placeholders)
         if self.num_spec_tokens:
             in_flight = 1
-        return request.num_tokens + in_flight >= min(
-            request.num_prompt_tokens + request.max_tokens, self.max_model_len
-        )
+        return request.num_tokens + in_flight >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
     def _workers_must_see(self, output: SchedulerOutput) -> bool:
         """Whether a round without tokens carries work for the workers beyond bookkeeping that can wait."""

@@ -24,11 +24,14 @@ for folder in executor worker scheduler_ext benchmarks stress; do
     if [ -f "$folder/__init__.py" ]; then ln -s "../../../$folder" "$tree/vllm_handoff/$folder"; fi
 done
 types() {
-    # As pytest imports helpers: each folder of tests is a root of its own.
-    local roots
-    roots=$tree:tools:$(find tests -type d ! -name __pycache__ | paste -sd:)
-    MYPYPATH=$roots "$bin/mypy" --cache-dir .cache/mypy "$@" | sed "s|^$tree/vllm_handoff/||"
+    "$bin/mypy" --cache-dir .cache/mypy "$@" | sed "s|^$tree/vllm_handoff/||"
 }
+export MYPYPATH=$tree:tools
 types -p vllm_handoff || status=1
-types tools tests || status=1
+types tools/*.py || status=1
+# Folder by folder, as pytest imports them: two folders may each have a conftest.py. Tests give stand-ins for real things.
+stand_ins=(--disable-error-code arg-type --disable-error-code list-item)
+while read -r folder; do
+    MYPYPATH=$tree:tools:tests:$folder types --follow-imports silent "${stand_ins[@]}" "$folder"/*.py || status=1
+done < <(find tests -name '*.py' -printf '%h\n' | sort -u)
 exit $status

@@ -52,7 +52,9 @@ class HopLayout:
         dtypes = {tensor.dtype for tensor in tensors.values()}
         if len(dtypes) != 1 or any(tensor.dim() != 2 for tensor in tensors.values()):
             shapes = {key: (tuple(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()}
-            raise ValueError(f"a hop carries [tokens, columns] tensors of one dtype between stages, the model has {shapes}")
+            raise ValueError(
+                f"a hop carries [tokens, columns] tensors of one dtype between stages, the model has {shapes}"
+            )
         return cls({key: tensor.shape[1] for key, tensor in tensors.items()}, dtypes.pop())
 
     def new_buffer(self, rows: int, device: torch.device) -> torch.Tensor:

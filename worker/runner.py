@@ -15,7 +15,7 @@ from vllm_handoff.scheduler_ext.manifest import Manifest
 from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
 
 if TYPE_CHECKING:
-    _Base = v2.GPUModelRunner
+    _Base: Any = v2.GPUModelRunner
 else:
     _Base = object
 

@@ -35,4 +35,4 @@ class Timeline:
 
     def rounds(self) -> list[tuple[int, int, int]]:
         """(round, begin_ns, end_ns), oldest first."""
-        return [tuple(entry) for entry in self._rounds]
+        return [(entry.round, entry.begin_ns, entry.end_ns) for entry in self._rounds]
