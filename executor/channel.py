@@ -1,4 +1,4 @@
-"""The executor's end of the control plane: a private folder and two sockets in it.
+"""The executor's end of the control plane: two sockets in a private folder.
 
 Commands leave through one ROUTER and reports arrive at another, so that each
 socket has one user at a time: whoever sends holds the send lock, whoever waits
@@ -9,60 +9,18 @@ two threads at once, not even one that sends and one that polls.
 from __future__ import annotations
 
 import logging
-import secrets
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import zmq
 
 from vllm_handoff.executor import messages
 from vllm_handoff.executor.errors import ProtocolError
+from vllm_handoff.executor.folder import ControlFolder
 from vllm_handoff.executor.messages import Frame, Hello, Report, Welcome
 
 logger = logging.getLogger(__name__)
 
-# The kernel's limit on a unix socket's path is 108 bytes with the final zero.
-_MAX_SOCKET_PATH = 107
 _HELLO_BYTES = 4096
-# From this size a frame is handed to zmq without a copy; below, copying is cheaper.
-_COPY_BELOW = 64 << 10
-
-
-class ControlFolder:
-    """A 0700 folder of our own for the sockets and the rendezvous file, and the token that proves a peer."""
-
-    def __init__(self) -> None:
-        self.token = secrets.token_bytes(messages.TOKEN_BYTES)
-        base = tempfile.gettempdir()
-        if len(f"{base}/vllm-handoff-xxxxxxxx/commands".encode()) > _MAX_SOCKET_PATH:
-            base = "/tmp"
-        self.path = tempfile.mkdtemp(prefix="vllm-handoff-", dir=base)
-
-    def endpoint(self, link: messages.LinkName) -> str:
-        return f"ipc://{self.path}/{link}"
-
-    @property
-    def rendezvous(self) -> str:
-        """A torch.distributed init method whose file goes away with the folder.
-
-        vLLM's CPU communicator names its shared memory by the file's name alone,
-        so engines that run at the same time need different ones.
-        """
-        return f"file://{self.path}/{Path(self.path).name}"
-
-    def unlink_shared_memory(self) -> None:
-        """Remove the names of the workers' shared memory, once every worker has it mapped.
-
-        vLLM's CPU communicator never does: 8 MB of memory would stay behind
-        each engine, however orderly it ends.
-        """
-        for path in Path("/dev/shm").glob(f"{Path(self.path).name}-*"):
-            path.unlink(missing_ok=True)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class ControlChannel:
@@ -100,10 +58,11 @@ class ControlChannel:
         Raises:
             zmq.ZMQError: EHOSTUNREACH if a worker's connection is gone.
         """
-        frames = [header] if payload is None else [header, payload]
-        copy = payload is None or len(payload) < _COPY_BELOW
+        # Copied into one frame here, which all sends share. (Sending the bytes object
+        # itself without a copy would cost a garbage-collecting thread of pyzmq's.)
+        frames = [header] if payload is None else [header, zmq.Frame(payload, copy=True)]
         for rank in ranks:
-            self.commands.send_multipart([self._command_peers[rank], *frames], copy=copy)
+            self.commands.send_multipart([self._command_peers[rank], *frames])
 
     def welcome_workers(self) -> None:
         """Take the Hellos that wait on the command link and answer the proved ones. Start only."""

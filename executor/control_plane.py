@@ -21,8 +21,9 @@ import zmq
 
 from vllm_handoff.executor import messages, pickling
 from vllm_handoff.executor.calls import CallFuture, CallTable
-from vllm_handoff.executor.channel import ControlChannel, ControlFolder
+from vllm_handoff.executor.channel import ControlChannel
 from vllm_handoff.executor.errors import ExecutorFailedError, WorkerStartError
+from vllm_handoff.executor.folder import ControlFolder
 from vllm_handoff.executor.messages import ALL_RANKS, Call, Command, Failure, Ready, Shutdown
 from vllm_handoff.executor.supervisor import SETTLE_S, Evidence, Supervisor
 from vllm_handoff.worker.process import WorkerLaunch
@@ -100,10 +101,9 @@ class ControlPlane:
             raise
 
     def _start_processes(self) -> None:
-        endpoints = (self.folder.endpoint("commands"), self.folder.endpoint("reports"))
         for rank in range(self.world_size):
             launch = WorkerLaunch(
-                rank, self._build, self._build_kwargs(rank), endpoints, self.folder.token, parent_pid=os.getpid()
+                rank, self._build, self._build_kwargs(rank), self.folder.path, self.folder.token, parent_pid=os.getpid()
             )
             self._supervisor.start(launch, self._environment(rank))
 

@@ -28,6 +28,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm_handoff.executor import plugin, stats
 from vllm_handoff.executor.control_plane import ControlPlane
 from vllm_handoff.executor.cpu_threads import worker_environment
+from vllm_handoff.executor.logs import join_vllm_logging
 from vllm_handoff.executor.messages import ALL_RANKS
 from vllm_handoff.executor.rounds import RoundDispatcher
 from vllm_handoff.executor.stats import RoundStats
@@ -58,6 +59,7 @@ class HandoffExecutor(Executor):
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_version = check_vllm_version()
         plugin.require_loaded()
+        join_vllm_logging()
         super().__init__(vllm_config)
 
     @classmethod

@@ -31,6 +31,8 @@ from vllm_handoff.worker.output_thread import OutputThread
 
 logger = logging.getLogger(__name__)
 
+_abandoned: list[ReportSocket] = []
+
 
 class CommandLoop:
     """Runs one worker's commands.
@@ -55,20 +57,28 @@ class CommandLoop:
 
     def run(self) -> None:
         """Serve until Shutdown. A round that raises is reported and ends the process."""
-        while True:
-            command, payload = self._link.receive()
-            if isinstance(command, Welcome) or command.seq != self._next_seq:
-                found = "a welcome" if isinstance(command, Welcome) else f"command {command.seq}"
-                raise ProtocolError(f"{found} arrived where command {self._next_seq} was due.")
-            self._next_seq += 1
-            if isinstance(command, Shutdown):
-                break
-            self._serve(command, payload)
-        if self._outputs is not None:
-            self._outputs.close()
-        if self._output_reports is not None:
+        try:
+            while True:
+                command, payload = self._link.receive()
+                if isinstance(command, Welcome) or command.seq != self._next_seq:
+                    found = "a welcome" if isinstance(command, Welcome) else f"command {command.seq}"
+                    raise ProtocolError(f"{found} arrived where command {self._next_seq} was due.")
+                self._next_seq += 1
+                if isinstance(command, Shutdown):
+                    return
+                self._serve(command, payload)
+        finally:
+            self._close_outputs()
+
+    def _close_outputs(self) -> None:
+        if self._outputs is None or self._output_reports is None:
+            return
+        if self._outputs.close():
             # Left to the garbage collector, its context would wait for ever for a socket that nobody closes.
             self._output_reports.close(linger_s=1)
+        else:
+            # Stuck on the device. No other thread may close its socket.
+            _abandoned.append(self._output_reports)
 
     def _serve(self, command: Command, payload: Frame | None) -> None:
         if isinstance(command, Call):

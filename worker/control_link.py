@@ -8,8 +8,6 @@ from vllm_handoff.executor import messages
 from vllm_handoff.executor.errors import ProtocolError
 from vllm_handoff.executor.messages import Command, Frame, Hello, Report, Welcome
 
-_COPY_BELOW = 64 << 10
-
 
 class ReportSocket:
     """A socket for reports, used by one thread. Its first message proves the worker.
@@ -28,7 +26,7 @@ class ReportSocket:
         if payload is None:
             self._socket.send(header)
         else:
-            self._socket.send_multipart([header, payload], copy=len(payload) < _COPY_BELOW)
+            self._socket.send_multipart([header, payload])
 
     def close(self, linger_s: float) -> None:
         """Close after at most `linger_s` seconds of sending what is queued."""
@@ -38,17 +36,17 @@ class ReportSocket:
 class ControlLink:
     """One worker's sockets. `receive` and `reports` belong to the main thread."""
 
-    def __init__(self, rank: int, endpoints: tuple[str, str], token: bytes) -> None:
+    def __init__(self, rank: int, folder: str, token: bytes) -> None:
         self.rank = rank
-        self._endpoints = endpoints
+        self._folder = folder
         self._token = token
         self._context = zmq.Context()
-        self._commands = _connect(self._context, endpoints[0], messages.MAX_PAYLOAD_BYTES)
+        self._commands = _connect(self._context, f"ipc://{folder}/commands", messages.MAX_PAYLOAD_BYTES)
         self.reports = self.report_socket()
 
     def report_socket(self) -> ReportSocket:
         """A further report socket, for another thread of this worker."""
-        return ReportSocket(self.rank, self._endpoints[1], self._token)
+        return ReportSocket(self.rank, f"ipc://{self._folder}/reports", self._token)
 
     def meet_executor(self) -> None:
         """Prove this worker and check that the executor proves itself. Blocks until it answers.

@@ -28,10 +28,11 @@ class OutputThread:
     def put(self, item: Any) -> None:
         self._queue.put(item)
 
-    def close(self) -> None:
-        """Finish what was handed over, then end the thread."""
+    def close(self) -> bool:
+        """Finish what was handed over and end the thread; False if it is stuck."""
         self._queue.put(None)
         self._thread.join(timeout=2)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         self._prepare()

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn
 
+from vllm_handoff.executor.folder import remove_folder
 from vllm_handoff.executor.messages import Failure, Ready, clip
 from vllm_handoff.worker.command_loop import CommandLoop
 from vllm_handoff.worker.control_link import ControlLink
@@ -32,7 +33,7 @@ class WorkerLaunch:
             after the control plane is up, so that what it raises is reported.
             The worker has execute_model, sample_tokens, the methods that calls
             name, shutdown, and, if it has one, `device`.
-        endpoints: the command and the report socket's addresses.
+        folder: where the executor's sockets are.
         token: proves this worker to the executor and the executor to it.
         parent_pid: the process that must be alive for this one to be.
         life: a pipe that reads EOF when that process ends.
@@ -42,7 +43,7 @@ class WorkerLaunch:
     rank: int
     build: Callable[..., Any]
     build_kwargs: dict[str, Any]
-    endpoints: tuple[str, str]
+    folder: str
     token: bytes = field(repr=False)
     parent_pid: int
     life: Connection | None = None
@@ -60,9 +61,10 @@ def worker_main(launch: WorkerLaunch) -> None:
             os.close(fd)
     _install_signal_handlers()
     assert launch.life is not None
-    watch_parent(launch.life, launch.parent_pid)
+    # An engine that was killed leaves its folder to its workers.
+    watch_parent(launch.life, launch.parent_pid, before_end=lambda: remove_folder(launch.folder))
 
-    link = ControlLink(launch.rank, launch.endpoints, launch.token)
+    link = ControlLink(launch.rank, launch.folder, launch.token)
     worker = None
     try:
         link.meet_executor()

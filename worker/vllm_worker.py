@@ -5,6 +5,8 @@ from __future__ import annotations
 from multiprocessing.synchronize import Lock
 from typing import TYPE_CHECKING, Any
 
+from vllm_handoff.executor.logs import join_vllm_logging
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -33,6 +35,7 @@ def build_vllm_worker(
 
     if logging_config := getattr(vllm_config, "logging_config", None):
         configure_logging(logging_config)
+    join_vllm_logging()
     parallel_config = vllm_config.parallel_config
     if parallel_config.assigned_physical_gpu_ids is not None:
         from vllm.platforms.interface import set_assigned_physical_gpu_ids
