@@ -24,7 +24,10 @@ _NEVER = 1 << 60
 
 
 class ManifestMixin(_Base):
-    """Adds the manifest to a vLLM scheduler, sync or async. vLLM schedules; this class says what it means for transfers."""
+    """Adds the manifest to a vLLM scheduler, sync or async.
+
+    vLLM schedules; this class says what that means for transfers.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -110,6 +110,11 @@ class HopReceiver:
         self._views = layout.views(self._buffer)
 
     def post(self, number: int, num_tokens: int) -> tuple[dict[str, torch.Tensor], PendingReceive]:
-        """Post the receive of round `number`. The tensors [max_tokens, columns] hold `num_tokens` rows once waited for."""
+        """Post the receive of round `number`.
+
+        Returns:
+            The tensors [max_tokens, columns], whose first `num_tokens` rows are
+            there once the receive has been waited for, and the receive.
+        """
         pending = self._peer.post_receive(self._buffer[:num_tokens], f"round {number}, hop")
         return dict(self._views), pending

@@ -11,6 +11,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
+
 from fake_worker import wait_for
 
 

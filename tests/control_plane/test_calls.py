@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 import pytest
-from fake_worker import MARK, STAGES, FakeWorker, control_plane
 
+from fake_worker import MARK, STAGES, FakeWorker, control_plane
 from vllm_handoff.executor.errors import ExecutorFailedError, WorkerCallError
 
 pytestmark = pytest.mark.timeout(120)
