@@ -15,6 +15,7 @@ import sys
 from types import FrameType
 
 COMMANDS: dict[str, str] = {
+    "bench": "vllm_handoff.benchmarks.bench",
     "demo": "vllm_handoff.executor.demo",
     "version": "vllm_handoff.executor.show_version",
 }

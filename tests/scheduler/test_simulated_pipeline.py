@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def test_a_request_alone_fills_every_round(tiny_llama: Path) -> None:
     pipeline.finish()
     with_tokens = [m for m in pipeline.rounds if m.num_tokens]
     assert len(with_tokens) == 20
-    assert all(b.round - a.round == 1 for a, b in zip(with_tokens, with_tokens[1:]))
+    assert all(b.round - a.round == 1 for a, b in itertools.pairwise(with_tokens))
 
 
 def test_several_rounds_of_one_request_are_in_flight(tiny_llama: Path) -> None:

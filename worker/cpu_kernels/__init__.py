@@ -3,6 +3,14 @@
 vLLM's V2 model runner launches Triton kernels, and Triton has no CPU backend. `register_cpu_kernels` puts a version in
 NumPy or torch in the place of each kernel, through vLLM's own hook for that, so that a worker on a CPU can run the V2
 runner.
+
+Covered: everything that the runner launches for a decoder-only model that generates text, with every sampling option,
+logprobs, structured output, thinking budgets and prompt embeddings. Kernels that have a part for draft tokens have it.
+
+Not covered: speculative decoding (its proposers, its rejection sampler), Mamba and other recurrent states, multimodal
+rotary positions, sampling split over tensor-parallel ranks (`batch_shard`) and watermarking. A launch of one of those
+kernels fails with "'function' object is not subscriptable". Top-k and top-p need no kernel: without Triton vLLM takes
+its own torch version.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from vllm_handoff.worker.cpu_kernels import (
     logit_filters,
     logprobs,
     penalties,
+    prompt_embeds,
     sampler_output,
     staged_writes,
     thinking_budget,
@@ -55,6 +56,7 @@ NATIVE_KERNELS: dict[str, NativeKernel] = {
     f"{_RUNNER}.sample.output._compact_sampling_mask_kernel": sampler_output.compact_sampling_mask,
     f"{_RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": sampler_output.apply_grammar_bitmask,
     f"{_RUNNER}.metrics.logits._num_nans_kernel": sampler_output.num_nans,
+    f"{_RUNNER}.model_states.prompt_embeds._apply_prompt_embeds_kernel": prompt_embeds.apply_prompt_embeds,
     "vllm.v1.worker.utils._zero_kv_blocks_kernel": kv_cache.zero_kv_blocks,
 }
 

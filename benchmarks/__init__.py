@@ -1,0 +1,1 @@
+"""Benchmarks: vLLM's own executor and ours, side by side in one run."""

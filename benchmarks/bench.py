@@ -1,0 +1,233 @@
+"""Compare vLLM's own `mp` executor with HandoffExecutor on the same loads, in one run.
+
+Both engines are started once and stay up side by side on the same devices; the
+loads then run on one and on the other in turns, so that a drift of the machine
+meets both. For each load: the median time of each, and the median of the
+ratios pair by pair (above 1: ours is faster). The tokens of both must be
+equal; if they are not, the exit status is 1.
+
+examples:
+  vllm-handoff bench
+      the standard loads on two GPUs, 8B shape, dummy weights
+  vllm-handoff bench --loads 256x32+256 --pairs 3
+  vllm-handoff bench --loads --online 20 40 --json out.json
+      requests arriving at 20 and at 40 a second, nothing else
+  vllm-handoff bench --model FOLDER --set 'dtype="float32"' --set enforce_eager=true
+      a real model, with engine options
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vllm_handoff.benchmarks.loads import SHAPES, STANDARD, Load, OnlineLoad, write_shape
+
+EXECUTOR = "vllm_handoff.executor.HandoffExecutor"
+
+
+class Child:
+    """An engine in its own process (see driver.py)."""
+
+    def __init__(self, name: str, options: dict[str, Any], environment: dict[str, str], log: Path) -> None:
+        self.name = name
+        read, write = os.pipe()
+        self._log = log.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_handoff.benchmarks.driver", json.dumps(options), str(write)],
+            stdin=subprocess.PIPE, stdout=self._log, stderr=subprocess.STDOUT, pass_fds=[write], text=True,
+            env=os.environ | environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(write)
+        self._answers = os.fdopen(read)
+        self.log_path = log
+
+    def answer(self) -> Any:
+        """The next answer.
+
+        Raises:
+            RuntimeError: the process ended, with the end of its log.
+        """
+        line = self._answers.readline()
+        if not line:
+            tail = "\n".join(self.log_path.read_text().splitlines()[-25:])
+            raise RuntimeError(f"the {self.name} engine ended; the end of {self.log_path}:\n{tail}")
+        return json.loads(line)
+
+    def ask(self, command: dict[str, Any]) -> Any:
+        """Run a command and wait for its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def stop(self) -> None:
+        """End the engine and all its processes."""
+        if self._process.poll() is None and self._process.stdin is not None:
+            try:
+                self._process.stdin.close()
+                self._process.wait(timeout=20)
+            except (OSError, subprocess.TimeoutExpired):
+                pass
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which `share` of the values lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vllm-handoff bench`."""
+    parser.add_argument(
+        "--loads", nargs="*", default=list(STANDARD), help="REQUESTSxPROMPT+GENERATED (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--online", nargs="*", type=float, default=[], metavar="RATE", help="arrivals a second; 0: all at once"
+    )
+    parser.add_argument("--pairs", type=int, default=5, help="how often each load runs on each (default: %(default)s)")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="8b", help="dummy-weight model (default: %(default)s)"
+    )
+    parser.add_argument("--model", type=Path, help="a model folder instead of a shape")
+    parser.add_argument("--stages", type=int, default=2, help="pipeline stages (default: %(default)s)")
+    parser.add_argument(
+        "--memory", type=float, default=0.42, help="share of GPU memory for each engine (default: %(default)s)"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="engine option of both")
+    parser.add_argument("--ours", action="append", default=[], metavar="KEY=JSON", help="engine option of ours alone")
+    parser.add_argument(
+        "--ours-env", action="append", default=[], metavar="NAME=VALUE", help="environment of ours alone"
+    )
+    parser.add_argument("--only", choices=["mp", "handoff"], help="run one of the two alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs (default: a temporary one)")
+    parser.add_argument("--budget", type=float, default=3600, metavar="S", help="start no further run after S seconds")
+
+
+def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """LLM(...) arguments of each engine."""
+    common: dict[str, Any] = dict(
+        model=str(args.model or write_shape(args.shape, folder)), pipeline_parallel_size=args.stages,
+        skip_tokenizer_init=True, enable_prefix_caching=False, max_num_seqs=512, max_num_batched_tokens=8192,
+        max_model_len=8192, gpu_memory_utilization=args.memory, disable_log_stats=True,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    )  # fmt: skip
+    if args.model is None:
+        common["load_format"] = "dummy"
+    common |= {key: json.loads(value) for key, _, value in (item.partition("=") for item in args.set)}
+    ours = {key: json.loads(value) for key, _, value in (item.partition("=") for item in args.ours)}
+    engines = {
+        "mp": common | {"distributed_executor_backend": "mp"},
+        "handoff": common | ours | {"distributed_executor_backend": EXECUTOR},
+    }
+    return {name: options for name, options in engines.items() if args.only in (None, name)}
+
+
+def measure(children: list[Child], args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
+    """Run every load on every engine in turns. One record a run."""
+    from tqdm import tqdm
+
+    commands: list[tuple[str, dict[str, Any]]] = [(load, {"load": load}) for load in args.loads]
+    commands += [(str(OnlineLoad(rate)), {"online": asdict(OnlineLoad(rate))}) for rate in args.online]
+    records: list[dict[str, Any]] = []
+    bar = tqdm(total=len(commands) * len(children) * (args.pairs + 1), unit="run", mininterval=2)
+    for name, command in commands:
+        for pair in range(-1, args.pairs):
+            # Pair -1 warms up; the order within a pair alternates.
+            for child in children if pair % 2 else reversed(children):
+                bar.update()
+                if time.monotonic() > deadline:
+                    continue
+                result = child.ask(command | {"seed": 0})
+                records.append({"load": name, "engine": child.name, "pair": pair, **result})
+    bar.close()
+    return records
+
+
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a load: medians, the median ratio of pairs, equality of tokens, and latencies of online loads."""
+    rows = []
+    for load in dict.fromkeys(record["load"] for record in records):
+        runs = {(r["engine"], r["pair"]): r for r in records if r["load"] == load and r["pair"] >= 0}
+        row: dict[str, Any] = {"load": load}
+        for engine in ("mp", "handoff"):
+            mine = [r for (name, _), r in runs.items() if name == engine]
+            if not mine:
+                continue
+            row[engine] = statistics.median(r["seconds"] for r in mine)
+            if "gaps" in mine[0]:
+                for key in ("first_token", "gaps"):
+                    values = [v for r in mine for v in r[key]]
+                    row[f"{engine}_{key}_ms"] = [1000 * percentile(values, share) for share in (0.5, 0.99)]
+        pairs = [p for name, p in runs if name == "mp" and ("handoff", p) in runs]
+        if pairs:
+            row["ratio"] = statistics.median(runs["mp", p]["seconds"] / runs["handoff", p]["seconds"] for p in pairs)
+            row["pairs"] = len(pairs)
+        row["same_tokens"] = len({r["digest"] for r in records if r["load"] == load}) == 1
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    print(f"{'load':>22} {'mp s':>9} {'handoff s':>9} {'ratio':>7} {'pairs':>5}  same tokens")
+    for row in rows:
+        cells = [f"{row[key]:.3f}" if key in row else "-" for key in ("mp", "handoff", "ratio")]
+        print(
+            f"{row['load']:>22} {cells[0]:>9} {cells[1]:>9} {cells[2]:>7} {row.get('pairs', 0):>5}"
+            f"  {row['same_tokens']}"
+        )
+        for engine in ("mp", "handoff"):
+            if f"{engine}_gaps_ms" in row:
+                first, gaps = row[f"{engine}_first_token_ms"], row[f"{engine}_gaps_ms"]
+                print(
+                    f"{engine:>22}  first token p50 {first[0]:.1f} ms, p99 {first[1]:.1f} ms; "
+                    f"between tokens p50 {gaps[0]:.2f} ms, p99 {gaps[1]:.2f} ms"
+                )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command."""
+    for load in args.loads:
+        Load.parse(load)
+    deadline = time.monotonic() + args.budget
+    with tempfile.TemporaryDirectory(prefix="handoff-bench-") as name:
+        folder = Path(name)
+        logs = args.logs or folder
+        logs.mkdir(parents=True, exist_ok=True)
+        environment = dict(item.split("=", 1) for item in args.ours_env)
+        children: list[Child] = []
+        try:
+            for engine, options in engine_options(args, folder).items():
+                extra = environment if engine == "handoff" else {}
+                print(f"starting {engine} (log: {logs / engine}.log)", flush=True)
+                children.append(Child(engine, options, extra, logs / f"{engine}.log"))
+                # One after the other: each sizes its memory by what is free.
+                print(f"{engine} ready after {children[-1].answer()['ready']:.1f} s", flush=True)
+            records = measure(children, args, deadline)
+        finally:
+            for child in children:
+                child.stop()
+    rows = summarise(records)
+    if args.json:
+        args.json.write_text(
+            json.dumps({"arguments": vars(args) | {"func": None}, "rows": rows, "runs": records}, default=str)
+        )
+    show(rows)
+    return 0 if all(row["same_tokens"] for row in rows) else 1
