@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,10 @@ def register_native_kernels() -> None:
         from vllm.utils.math_utils import next_power_of_2
 
         triton.next_power_of_2 = next_power_of_2
-    register_kernels(NATIVE_KERNELS)
+    with warnings.catch_warnings():
+        # It looks at every attribute of every module loaded, deprecated ones included.
+        warnings.simplefilter("ignore", FutureWarning)
+        register_kernels(NATIVE_KERNELS)
     for name in GRID_KERNELS:
         _pass_grid(name)
     _registered = True

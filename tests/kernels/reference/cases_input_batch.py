@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
-from kernel_comparison import CPU, Results, compare, distinct, ints, prefix_sums
+from kernel_comparison import CPU, Results, compare, distinct, floats, ints, prefix_sums
 from vllm.v1.worker.gpu import input_batch
 
 MAX_REQS, MAX_TOKENS, MAX_LEN, VOCAB = 12, 64, 40, 50
@@ -179,3 +181,32 @@ def test_staged_writes() -> None:
         return results
 
     compare(scenario, "buffer_utils._apply_write_kernel")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompt_embeds(dtype: torch.dtype) -> None:
+    from vllm.v1.worker.gpu.model_states.prompt_embeds import PromptEmbedsState
+
+    hidden_size, lengths = 10, [5, 1, 20, 3]
+
+    def scenario(rng: np.random.Generator) -> Results:
+        state = PromptEmbedsState(MAX_REQS, hidden_size, dtype, CPU)
+        for req in range(0, MAX_REQS, 2):
+            embeds = floats(rng, int(rng.integers(1, 40)), hidden_size).to(dtype)
+            is_token_ids = ints(rng, 0, 2, embeds.shape[0]).bool() if req % 4 else None
+            request = SimpleNamespace(req_id=str(req), prompt_embeds=embeds, prompt_is_token_ids=is_token_ids)
+            state.add_request(req, request)
+        state.apply_staged_writes()
+        # Rows are wider than what is copied into them.
+        inputs_embeds = floats(rng, MAX_TOKENS, hidden_size + 2).to(dtype)
+        batch = SimpleNamespace(
+            num_reqs=len(lengths),
+            num_scheduled_tokens=np.array(lengths),
+            idx_mapping=distinct(rng, len(lengths), MAX_REQS),
+            query_start_loc=prefix_sums(lengths, MAX_REQS + 1),
+        )
+        state.apply(batch, ints(rng, 0, 12, MAX_REQS), inputs_embeds)
+        return {"inputs_embeds": inputs_embeds}
+
+    for seed in range(4):
+        compare(scenario, "model_states.prompt_embeds._apply_prompt_embeds_kernel", seed=seed)
