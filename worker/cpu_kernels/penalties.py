@@ -59,7 +59,8 @@ def apply_penalties(
         in_output = np.flatnonzero(all_counts > 0)
         row_logits = logits[row]
         if repetition[row] != 1.0:
-            seen = np.union1d(in_output, _token_ids_in_bitmask(prompt_masks[req]))
+            in_prompt = _token_ids_in_bitmask(prompt_masks[req])
+            seen = np.concatenate((in_output, in_prompt[all_counts[in_prompt] <= 0]))
             values = row_logits[seen]
             row_logits[seen] = values * np.where(values > 0, np.float32(1.0) / repetition[row], repetition[row])
         counts = all_counts[in_output].astype(np.float32)
