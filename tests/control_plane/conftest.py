@@ -31,7 +31,9 @@ def _descriptors() -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_leftovers(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    # pytest's own folder must not be made inside ours.
+    tmp_path_factory.getbasetemp()
     # Folders of its own: other engines of this machine come and go meanwhile.
     short = tempfile.mkdtemp(prefix="plane-", dir="/tmp")
     monkeypatch.setattr(tempfile, "tempdir", short)
