@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_handoff.executor.refusals import check_supported
+from vllm_handoff.scheduler_ext.settings import HandoffSettings
 
 EXECUTOR = "vllm_handoff.executor.HandoffExecutor"
 _PACKAGE = EXECUTOR.partition(".")[0] + "."
@@ -56,8 +57,10 @@ def complete(vllm_config: Any) -> None:
     Raises:
         HandoffConfigError: the worker or scheduler that the user named cannot work.
         UnsupportedFeatureError: the configuration asks for something this release does not run.
+        SettingsError: additional_config["handoff"] has a setting that cannot be used.
     """
     check_supported(vllm_config)
+    HandoffSettings.of(vllm_config)
     _choose_worker(vllm_config)
     _choose_scheduler(vllm_config)
 

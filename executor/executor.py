@@ -33,6 +33,7 @@ from vllm_handoff.executor.messages import ALL_RANKS
 from vllm_handoff.executor.rounds import RoundDispatcher
 from vllm_handoff.executor.stats import RoundStats
 from vllm_handoff.executor.version import check_vllm_version
+from vllm_handoff.scheduler_ext.stage_time import keep_stage_times
 from vllm_handoff.worker.vllm_worker import build_vllm_worker
 
 if TYPE_CHECKING:
@@ -153,6 +154,12 @@ class HandoffExecutor(Executor):
             return outputs[self._output_rank]
 
         return aggregate
+
+    def compile_or_warm_up_model(self) -> None:
+        """Warm the workers up, then measure what a round costs each stage, for the scheduler made next."""
+        super().compile_or_warm_up_model()
+        if self.parallel_config.pipeline_parallel_size > 1 and self.model_config.runner_type != "pooling":
+            keep_stage_times(self.vllm_config, self.collective_rpc("handoff_stage_times"))
 
     def execute_dummy_batch(self) -> None:
         self.collective_rpc(

@@ -21,6 +21,7 @@ def apply() -> None:
     _accept_dotted_path()
     _run_v2_without_triton()
     _complete_configuration()
+    _set_depth()
 
 
 def _wrap(owner: type, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
@@ -152,3 +153,34 @@ def _complete_configuration() -> None:
     original = owner.__dict__["check_and_update_config"]
     if not getattr(original.__func__, _MARK, False):
         owner.check_and_update_config = make(original)  # type: ignore[attr-defined]
+
+
+def _set_depth() -> None:
+    """Let the depth be a setting.
+
+    Why: vLLM 0.32 fixes the rounds in flight at stages + 1, which leaves the
+    host less than one stage's time to collect an output and plan the next
+    round. The property also sizes every ring of buffers, in every process, so
+    it is the one place where depth can change safely.
+    How: with our executor and asynchronous scheduling over several stages it
+    returns the setting; otherwise vLLM's number.
+    Can go: once vLLM makes the depth an option.
+    """
+    from vllm.config import VllmConfig
+
+    from vllm_handoff.executor.configuration import uses_handoff
+    from vllm_handoff.scheduler_ext.settings import HandoffSettings
+
+    def make(original: Any) -> property:
+        getter = original.fget
+
+        @functools.wraps(getter)
+        def max_concurrent_batches(self: Any) -> int:
+            stages = self.parallel_config.pipeline_parallel_size
+            if stages == 1 or not self.scheduler_config.async_scheduling or not uses_handoff(self.parallel_config):
+                return getter(self)
+            return HandoffSettings.of(self).rounds_in_flight(stages)
+
+        return property(_mark(max_concurrent_batches))
+
+    _wrap(VllmConfig, "max_concurrent_batches", make)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -13,6 +14,11 @@ from vllm.v1.request import Request
 
 from vllm_handoff.scheduler_ext.ledger import HandoffLedger, ScheduledRow, batch_order
 from vllm_handoff.scheduler_ext.manifest import attach, manifest_of
+from vllm_handoff.scheduler_ext.policy import EvenRounds
+from vllm_handoff.scheduler_ext.settings import HandoffSettings
+from vllm_handoff.scheduler_ext.stage_time import stage_time_of
+
+logger = init_logger(__name__)
 
 if TYPE_CHECKING:
     _Base: Any = Scheduler
@@ -125,21 +131,56 @@ class ManifestMixin(_Base):
 
 
 class HandoffScheduler(ManifestMixin, AsyncScheduler):
-    """vLLM's asynchronous scheduler with manifests, where no ready request is skipped for having work in flight.
+    """vLLM's asynchronous scheduler with manifests and even rounds, which skips no ready request for work in flight.
 
     vLLM keeps a decoding request out of the next `pipeline_parallel_size`
     rounds by a step counter, ready or not. Here the counter only spreads
-    requests over rounds: it is overruled whenever obeying it would leave a
-    round empty, since a token that is still being sampled arrives by handoff
-    and is waited for on the device.
+    requests over rounds: EvenRounds decides how many share one, and it is
+    overruled whenever obeying it would leave a round empty, since a token that
+    is still being sampled arrives by handoff and is waited for on the device.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = HandoffSettings.of(self.vllm_config)
+        measured = stage_time_of(self.vllm_config)
+        if settings.split_rows != "auto":
+            split_from = settings.split_rows or None
+        else:
+            split_from = measured.split_from(self._stages) if measured is not None else None
+        self.rounds_policy = EvenRounds(self._stages, split_from)
+        if self._stages > 1:
+            logger.info(
+                "Decoding requests are spread over %d rounds from %s on (%s).",
+                self._stages,
+                "no number" if split_from is None else f"{split_from} requests",
+                f"measured stage time {1000 * measured.base:.2f} ms + {1e6 * measured.per_row:.1f} us a row"
+                if measured is not None
+                else "no stage time measured",
+            )
+
     def _plan(self, throttle_prefills: bool) -> SchedulerOutput:
+        self._spread()
         output = super()._plan(throttle_prefills)
         if not output.total_num_scheduled_tokens and not self._workers_must_see(output) and self._release_held_back():
             self._keep_rest(output)
             output = super()._plan(throttle_prefills)
         return output
+
+    def _spread(self) -> None:
+        """Hold back what the policy wants in the next round."""
+        policy, upcoming = self.rounds_policy, self.current_step + 1  # schedule() counts before it looks
+        if policy.split_from is None or len(self.running) < policy.split_from:
+            return
+        live, ready = 0, []
+        for request in self.running:
+            if request.is_prefill_chunk or request.next_decode_eligible_step == _NEVER:
+                continue
+            live += 1
+            if request.next_decode_eligible_step <= upcoming:
+                ready.append((request.next_decode_eligible_step, request.request_id))
+        for req_id in policy.hold_back(ready, live):
+            self.requests[req_id].next_decode_eligible_step = upcoming + 1
 
     def _release_held_back(self) -> bool:
         """Make the requests that would be eligible soonest eligible now. False if none is held back."""

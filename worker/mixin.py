@@ -67,6 +67,12 @@ class HandoffWorkerMixin(_Base):
         self._timeline.end()
         return output
 
+    def handoff_stage_times(self) -> list[tuple[int, float]]:
+        """(rows, seconds) that this rank's stage takes for decoding rounds. Called once, after warm-up."""
+        from vllm_handoff.worker.stage_clock import measure_stage
+
+        return measure_stage(self.model_runner, self.device)
+
     def handoff_timeline(self) -> list[tuple[int, int, int]]:
         """(round, begin_ns, end_ns) of the last rounds on this rank, by the machine's monotonic clock."""
         return self._timeline.rounds()

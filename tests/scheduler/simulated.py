@@ -96,10 +96,18 @@ def _configuration(model: Path, max_seqs: int, max_tokens: int, stages: int, asy
 
 
 def make_scheduler(
-    model: Path, *, blocks: int, max_seqs: int = 8, max_tokens: int = 64, stages: int = 2, asynchronous: bool = True
+    model: Path,
+    *,
+    blocks: int,
+    max_seqs: int = 8,
+    max_tokens: int = 64,
+    stages: int = 2,
+    asynchronous: bool = True,
+    split_rows: int = 0,
 ) -> Any:
     """A real scheduler with `blocks` KV blocks of BLOCK tokens."""
     config = _configuration(model, max_seqs, max_tokens, stages, asynchronous)
+    config.additional_config = {"handoff": {"split_rows": split_rows}}
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     cls = HandoffScheduler if asynchronous else HandoffSyncScheduler

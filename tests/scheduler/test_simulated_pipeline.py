@@ -96,6 +96,15 @@ def test_a_request_whose_last_token_was_dropped_by_a_reset_comes_back(tiny_llama
     pipeline.finish()
 
 
+def test_a_burst_is_spread_over_rounds(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=80, split_rows=2))
+    for i in range(8):
+        pipeline.add(f"r{i}", prompt=4, budget=30)
+    pipeline.finish()
+    decodes = [m.num_tokens for m in pipeline.rounds if m.num_tokens and m.round > 6][:-4]
+    assert set(decodes) == {4}
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 9), st.integers(1, 100), st.integers(1, 40), st.integers(0, 40)),
@@ -110,9 +119,18 @@ EVENTS = st.lists(
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 @MANY
-@given(events=EVENTS, blocks=st.sampled_from([12, 20, 80]), max_seqs=st.sampled_from([1, 2, 3, 8]))
-def test_any_order_of_events(tiny_llama: Path, asynchronous: bool, events: list, blocks: int, max_seqs: int) -> None:
-    scheduler = make_scheduler(tiny_llama, blocks=blocks, max_seqs=max_seqs, asynchronous=asynchronous)
+@given(
+    events=EVENTS,
+    blocks=st.sampled_from([12, 20, 80]),
+    max_seqs=st.sampled_from([1, 2, 3, 8]),
+    split_rows=st.sampled_from([0, 2, 4]),
+)
+def test_any_order_of_events(
+    tiny_llama: Path, asynchronous: bool, events: list, blocks: int, max_seqs: int, split_rows: int
+) -> None:
+    scheduler = make_scheduler(
+        tiny_llama, blocks=blocks, max_seqs=max_seqs, asynchronous=asynchronous, split_rows=split_rows
+    )
     pipeline = SimulatedPipeline(scheduler)
     for kind, *values in events:
         if kind == "add":

@@ -1,0 +1,91 @@
+"""The microbatch policy: which decoding requests share a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Rounds are split once that shortens a round's stage time by this share. Below
+# it, twice as many rounds cost the host more than they save the devices.
+WORTHWHILE = 0.05
+
+
+class StageTime(NamedTuple):
+    """A stage's time for a decoding round, modelled as base + per_row x rows, in seconds.
+
+    The base is reading the weights; it does not shrink when a round is split.
+    """
+
+    base: float
+    per_row: float
+
+    @classmethod
+    def fit(cls, points: Sequence[tuple[int, float]]) -> StageTime:
+        """The least-squares line through (rows, seconds), neither part below zero.
+
+        Raises:
+            ValueError: fewer than two different numbers of rows.
+        """
+        if len({rows for rows, _ in points}) < 2:
+            raise ValueError(f"a line needs two different numbers of rows, got {points}")
+        mean_x = sum(rows for rows, _ in points) / len(points)
+        mean_y = sum(seconds for _, seconds in points) / len(points)
+        slope = sum((rows - mean_x) * (seconds - mean_y) for rows, seconds in points)
+        slope /= sum((rows - mean_x) ** 2 for rows, _ in points)
+        slope = max(0.0, slope)
+        return cls(max(0.0, mean_y - slope * mean_x), slope)
+
+    def of(self, rows: float) -> float:
+        """Seconds for a round of `rows`."""
+        return self.base + self.per_row * rows
+
+    def split_from(self, parts: int) -> int | None:
+        """The smallest number of rows whose split into `parts` rounds is worthwhile, None if no number is.
+
+        A trip through the pipeline takes `parts` times a stage's time, split or
+        not (unsplit, all stages but one idle), so what counts is how much
+        shorter the stage's time becomes.
+        """
+        share = (1 - 1 / parts) - WORTHWHILE
+        if parts < 2 or self.per_row <= 0 or share <= 0:
+            return None
+        return max(2, int(WORTHWHILE * self.base / (self.per_row * share)) + 1)
+
+
+class EvenRounds:
+    """Caps the decoding rows of a round so that requests spread evenly over as many rounds as there are stages.
+
+    The cap follows the number of requests that decode now, not a configured
+    maximum, so it neither under-fills at low load nor lets a burst that was
+    admitted together decode in one round for ever. A request waits for its
+    place at most `stages` rounds: those that have waited longest go first.
+
+    Args:
+        stages: pipeline stages.
+        split_from: live decoding requests from which rounds are split; None: never.
+    """
+
+    def __init__(self, stages: int, split_from: int | None) -> None:
+        self.stages = stages
+        self.split_from = split_from
+
+    def cap(self, live: int) -> int:
+        """Most decoding rows of a round while `live` requests decode."""
+        if self.stages < 2 or self.split_from is None or live < self.split_from:
+            return live
+        return -(-live // self.stages)
+
+    def hold_back(self, ready: Sequence[tuple[int, str]], live: int) -> list[str]:
+        """Requests that must wait for the next round.
+
+        Args:
+            ready: (round from which it was eligible, request id) of every
+                decoding request that this round could take.
+            live: requests that decode now, whether or not this round could take them.
+        """
+        excess = len(ready) - self.cap(live)
+        if excess <= 0:
+            return []
+        # Stable: among equals the scheduler's own order decides.
+        longest_first = sorted(ready, key=lambda entry: entry[0])
+        return [req_id for _, req_id in longest_first[-excess:]]

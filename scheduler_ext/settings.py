@@ -1,0 +1,66 @@
+"""What users may set, in one place: `--additional-config '{"handoff": {...}}'`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+# More rounds in flight only make buffers and waste after stop tokens larger.
+MOST_ROUNDS_PER_STAGE = 4
+
+
+class SettingsError(ValueError):
+    """A setting of vllm-handoff that cannot be used, with what can."""
+
+
+@dataclass(frozen=True)
+class HandoffSettings:
+    """Settings of one engine.
+
+    Attributes:
+        depth: rounds in flight before the engine waits for an output; None for
+            the default, two a stage. Asynchronous scheduling alone uses it.
+        split_rows: decoding requests from which they are spread evenly over
+            rounds; "auto" decides by measured stage times, 0 never spreads.
+    """
+
+    depth: int | None = None
+    split_rows: int | Literal["auto"] = "auto"
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> HandoffSettings:
+        """The settings in a VllmConfig.
+
+        Raises:
+            SettingsError: an unknown name, or a value out of range.
+        """
+        extra = vllm_config.additional_config
+        given = extra.get("handoff", {}) if isinstance(extra, dict) else {}
+        if not isinstance(given, dict):
+            raise SettingsError(f'additional_config["handoff"] is {given!r}; it must be an object of settings')
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise SettingsError(
+                    f'additional_config["handoff"] has no setting {name!r}; there are {", ".join(known)}'
+                )
+        settings = cls(**given)
+        settings._check(vllm_config.parallel_config.pipeline_parallel_size)
+        return settings
+
+    def rounds_in_flight(self, stages: int) -> int:
+        """The depth, with its default worked out."""
+        # Two rounds a stage: when an output is collected, each of the requests it
+        # belongs to has another round queued, so planning and launching the round
+        # after that is hidden behind a whole trip through the pipeline.
+        return 2 * stages if self.depth is None else self.depth
+
+    def _check(self, stages: int) -> None:
+        most = MOST_ROUNDS_PER_STAGE * stages
+        if self.depth is not None and not (isinstance(self.depth, int) and stages <= self.depth <= most):
+            raise SettingsError(
+                f"handoff depth {self.depth!r} is out of range: "
+                f"{stages} stages take {stages} to {most} rounds in flight"
+            )
+        if self.split_rows != "auto" and not (isinstance(self.split_rows, int) and self.split_rows >= 0):
+            raise SettingsError(f'handoff split_rows {self.split_rows!r} must be "auto" or a number of requests from 0')

@@ -1,0 +1,101 @@
+"""Even rounds: their caps, who waits, and from when splitting is worthwhile."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_handoff.scheduler_ext.policy import WORTHWHILE, EvenRounds, StageTime
+from vllm_handoff.scheduler_ext.settings import HandoffSettings, SettingsError
+
+
+def test_a_line_is_fitted() -> None:
+    assert StageTime.fit([(1, 2.1), (11, 3.1), (21, 4.1)]) == pytest.approx(StageTime(2.0, 0.1))
+
+
+def test_noise_never_makes_a_part_negative() -> None:
+    assert StageTime.fit([(1, 2.0), (2, 1.0)]).per_row == 0
+
+
+def test_splitting_starts_where_it_is_worthwhile() -> None:
+    time = StageTime(2.6e-3, 12e-6)
+    rows = time.split_from(2)
+    assert rows is not None
+
+    def gain(n: int) -> float:
+        return 1 - time.of(n / 2) / time.of(n)
+
+    assert gain(rows) >= WORTHWHILE > gain(rows - 1)
+
+
+def test_a_stage_whose_time_does_not_grow_is_never_split() -> None:
+    assert StageTime(1e-3, 0.0).split_from(2) is None
+    assert StageTime(1e-3, 1e-6).split_from(1) is None
+
+
+def test_the_cap_follows_the_live_number() -> None:
+    policy = EvenRounds(stages=2, split_from=10)
+    assert [policy.cap(live) for live in (3, 9, 10, 11, 256)] == [3, 9, 5, 6, 128]
+    assert EvenRounds(stages=4, split_from=2).cap(10) == 3
+    assert EvenRounds(stages=2, split_from=None).cap(256) == 256
+
+
+def test_the_longest_waiting_go_first() -> None:
+    policy = EvenRounds(stages=2, split_from=2)
+    assert policy.hold_back([(7, "a"), (5, "b"), (6, "c"), (5, "d")], live=4) == ["c", "a"]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=80), st.integers(2, 6), st.integers(0, 10_000))
+def test_rounds_are_even_after_two_trips_and_nobody_starves(sizes: list[int], stages: int, seed: int) -> None:
+    """Cohorts of any sizes, left alone, are even after two trips, and every request is served on each."""
+    policy = EvenRounds(stages, split_from=2)
+    eligible = {f"{i}.{j}": i % stages for i, size in enumerate(sizes) for j in range(size)}
+    live = len(eligible)
+    last = dict.fromkeys(eligible, -1)
+    counts = []
+    for step in range(6 * stages):
+        ready = [(at, req_id) for req_id, at in eligible.items() if at <= step]
+        held = set(policy.hold_back(ready, live))
+        served = [req_id for _, req_id in ready if req_id not in held]
+        for req_id in served:
+            assert step - max(last[req_id], 0) <= 2 * stages
+            last[req_id] = step
+            eligible[req_id] = step + stages
+        counts.append(len(served))
+    if live >= 2:
+        steady = counts[2 * stages :]
+        assert max(steady) <= -(-live // stages)
+        for trip in range(2, 6):
+            assert sum(counts[trip * stages : (trip + 1) * stages]) == live
+
+
+def _config(settings: Any, stages: int = 2) -> Any:
+    return SimpleNamespace(
+        additional_config={"handoff": settings}, parallel_config=SimpleNamespace(pipeline_parallel_size=stages)
+    )
+
+
+def test_settings_have_defaults() -> None:
+    settings = HandoffSettings.of(SimpleNamespace(additional_config={}, parallel_config=_config({}).parallel_config))
+    assert settings.rounds_in_flight(2) == 4
+    assert HandoffSettings.of(_config({"depth": 3})).rounds_in_flight(2) == 3
+
+
+@pytest.mark.parametrize(
+    "settings, what",
+    [
+        ({"depth": 1}, "out of range: 2 stages take 2 to 8"),
+        ({"depth": 9}, "out of range"),
+        ({"depth": "deep"}, "out of range"),
+        ({"split_rows": -1}, "split_rows"),
+        ({"colour": 1}, "no setting 'colour'; there are depth, split_rows"),
+        ("deep", "must be an object"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(settings: Any, what: str) -> None:
+    with pytest.raises(SettingsError, match=what):
+        HandoffSettings.of(_config(settings))
