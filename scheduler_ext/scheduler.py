@@ -164,6 +164,7 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         output = super()._plan(throttle_prefills)
         if not output.total_num_scheduled_tokens and not self._workers_must_see(output) and self._release_held_back():
             self._keep_rest(output)
+            self._spread()
             output = super()._plan(throttle_prefills)
         return output
 
