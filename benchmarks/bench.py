@@ -12,6 +12,8 @@ examples:
   vllm-handoff bench --loads 256x32+256 --pairs 3
   vllm-handoff bench --loads --online 20 40 --json out.json
       requests arriving at 20 and at 40 a second, nothing else
+  vllm-handoff bench --kv-gib 12 --variant deep '{"additional_config": {"handoff": {"depth": 6}}}'
+      ours twice, once with other settings; "env" inside the object sets environment variables
   vllm-handoff bench --model FOLDER --set 'dtype="float32"' --set enforce_eager=true
       a real model, with engine options
 """
@@ -41,6 +43,7 @@ class Child:
 
     def __init__(self, name: str, options: dict[str, Any], environment: dict[str, str], log: Path) -> None:
         self.name = name
+        self._ready = False
         read, write = os.pipe()
         self._log = log.open("w")
         self._process = subprocess.Popen(
@@ -63,6 +66,12 @@ class Child:
             tail = "\n".join(self.log_path.read_text().splitlines()[-25:])
             raise RuntimeError(f"the {self.name} engine ended; the end of {self.log_path}:\n{tail}")
         return json.loads(line)
+
+    def wait_ready(self) -> None:
+        """Wait until the engine is up."""
+        if not self._ready:
+            print(f"{self.name} ready after {self.answer()['ready']:.1f} s", flush=True)
+            self._ready = True
 
     def ask(self, command: dict[str, Any]) -> Any:
         """Run a command and wait for its answer."""
@@ -110,11 +119,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", type=float, default=0.42, help="share of GPU memory for each engine (default: %(default)s)"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="engine option of both")
-    parser.add_argument("--ours", action="append", default=[], metavar="KEY=JSON", help="engine option of ours alone")
     parser.add_argument(
-        "--ours-env", action="append", default=[], metavar="NAME=VALUE", help="environment of ours alone"
+        "--variant",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "JSON"),
+        help="ours once more, set otherwise",
     )
-    parser.add_argument("--only", choices=["mp", "handoff"], help="run one of the two alone")
+    parser.add_argument(
+        "--kv-gib",
+        type=float,
+        metavar="GIB",
+        help="KV space of each engine on each GPU; all engines then start at once",
+    )
+    parser.add_argument("--without", action="append", default=[], metavar="ENGINE", help="leave mp or handoff out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs (default: a temporary one)")
     parser.add_argument("--budget", type=float, default=3600, metavar="S", help="start no further run after S seconds")
@@ -131,12 +150,13 @@ def engine_options(args: argparse.Namespace, folder: Path) -> dict[str, dict[str
     if args.model is None:
         common["load_format"] = "dummy"
     common |= {key: json.loads(value) for key, _, value in (item.partition("=") for item in args.set)}
-    ours = {key: json.loads(value) for key, _, value in (item.partition("=") for item in args.ours)}
-    engines = {
-        "mp": common | {"distributed_executor_backend": "mp"},
-        "handoff": common | ours | {"distributed_executor_backend": EXECUTOR},
-    }
-    return {name: options for name, options in engines.items() if args.only in (None, name)}
+    if args.kv_gib is not None:
+        common["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
+    ours = common | {"distributed_executor_backend": EXECUTOR}
+    engines: dict[str, dict[str, Any]] = {"mp": common | {"distributed_executor_backend": "mp"}, "handoff": ours}
+    for name, changes in args.variant:
+        engines[name] = ours | json.loads(changes)
+    return {name: options for name, options in engines.items() if name not in args.without}
 
 
 def measure(children: list[Child], args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
@@ -150,7 +170,7 @@ def measure(children: list[Child], args: argparse.Namespace, deadline: float) ->
     for name, command in commands:
         for pair in range(-1, args.pairs):
             # Pair -1 warms up; the order within a pair alternates.
-            for child in children if pair % 2 else reversed(children):
+            for child in children if pair % 2 else children[::-1]:
                 bar.update()
                 if time.monotonic() > deadline:
                     continue
@@ -166,38 +186,41 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for load in dict.fromkeys(record["load"] for record in records):
         runs = {(r["engine"], r["pair"]): r for r in records if r["load"] == load and r["pair"] >= 0}
         row: dict[str, Any] = {"load": load}
-        for engine in ("mp", "handoff"):
+        for engine in dict.fromkeys(record["engine"] for record in records):
             mine = [r for (name, _), r in runs.items() if name == engine]
             if not mine:
                 continue
             row[engine] = statistics.median(r["seconds"] for r in mine)
+            pairs = [p for name, p in runs if name == engine and ("mp", p) in runs]
+            if pairs and engine != "mp":
+                row[f"{engine}_ratio"] = statistics.median(
+                    runs["mp", p]["seconds"] / runs[engine, p]["seconds"] for p in pairs
+                )
+                row["pairs"] = len(pairs)
             if "gaps" in mine[0]:
                 for key in ("first_token", "gaps"):
                     values = [v for r in mine for v in r[key]]
                     row[f"{engine}_{key}_ms"] = [1000 * percentile(values, share) for share in (0.5, 0.99)]
-        pairs = [p for name, p in runs if name == "mp" and ("handoff", p) in runs]
-        if pairs:
-            row["ratio"] = statistics.median(runs["mp", p]["seconds"] / runs["handoff", p]["seconds"] for p in pairs)
-            row["pairs"] = len(pairs)
         row["same_tokens"] = len({r["digest"] for r in records if r["load"] == load}) == 1
         rows.append(row)
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
-    print(f"{'load':>22} {'mp s':>9} {'handoff s':>9} {'ratio':>7} {'pairs':>5}  same tokens")
+def show(rows: list[dict[str, Any]], engines: list[str]) -> None:
+    """Print the table: seconds, and for every engine but `mp` the median ratio of its pairs with `mp`."""
+    head = "".join(f"{name:>18}" for name in engines)
+    print(f"{'load':>22}{head}  same tokens")
     for row in rows:
-        cells = [f"{row[key]:.3f}" if key in row else "-" for key in ("mp", "handoff", "ratio")]
-        print(
-            f"{row['load']:>22} {cells[0]:>9} {cells[1]:>9} {cells[2]:>7} {row.get('pairs', 0):>5}"
-            f"  {row['same_tokens']}"
-        )
-        for engine in ("mp", "handoff"):
-            if f"{engine}_gaps_ms" in row:
-                first, gaps = row[f"{engine}_first_token_ms"], row[f"{engine}_gaps_ms"]
+        cells = []
+        for name in engines:
+            ratio = f" ({row[f'{name}_ratio']:.3f})" if f"{name}_ratio" in row else ""
+            cells.append(f"{row[name]:.3f}{ratio}" if name in row else "-")
+        print(f"{row['load']:>22}" + "".join(f"{cell:>18}" for cell in cells) + f"  {row['same_tokens']}")
+        for name in engines:
+            if f"{name}_gaps_ms" in row:
+                first, gaps = row[f"{name}_first_token_ms"], row[f"{name}_gaps_ms"]
                 print(
-                    f"{engine:>22}  first token p50 {first[0]:.1f} ms, p99 {first[1]:.1f} ms; "
+                    f"{name:>22}  first token p50 {first[0]:.1f} ms, p99 {first[1]:.1f} ms; "
                     f"between tokens p50 {gaps[0]:.2f} ms, p99 {gaps[1]:.2f} ms"
                 )
 
@@ -211,23 +234,23 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(name)
         logs = args.logs or folder
         logs.mkdir(parents=True, exist_ok=True)
-        environment = dict(item.split("=", 1) for item in args.ours_env)
         children: list[Child] = []
         try:
             for engine, options in engine_options(args, folder).items():
-                extra = environment if engine == "handoff" else {}
+                environment = options.pop("env", {})
                 print(f"starting {engine} (log: {logs / engine}.log)", flush=True)
-                children.append(Child(engine, options, extra, logs / f"{engine}.log"))
-                # One after the other: each sizes its memory by what is free.
-                print(f"{engine} ready after {children[-1].answer()['ready']:.1f} s", flush=True)
+                children.append(Child(engine, options, environment, logs / f"{engine}.log"))
+                if args.kv_gib is None:
+                    # One after the other: each sizes its memory by what is free.
+                    children[-1].wait_ready()
+            for child in children:
+                child.wait_ready()
             records = measure(children, args, deadline)
         finally:
             for child in children:
                 child.stop()
     rows = summarise(records)
     if args.json:
-        args.json.write_text(
-            json.dumps({"arguments": vars(args) | {"func": None}, "rows": rows, "runs": records}, default=str)
-        )
-    show(rows)
+        args.json.write_text(json.dumps({"arguments": vars(args), "rows": rows, "runs": records}, default=str))
+    show(rows, [child.name for child in children])
     return 0 if all(row["same_tokens"] for row in rows) else 1
