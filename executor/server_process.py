@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 # "(EngineCore pid=12) ERROR 01-31 12:00:00 [core.py:1] "
 _LOG_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\] )?")
-_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
+# The second form is pydantic's, below a line that says only that something is wrong.
+_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): |^\W*(?:\(.*\))? *Value error, ")
 
 
 class ServerFailedError(RuntimeError):
