@@ -1,4 +1,4 @@
-"""Calls in flight: which replies each one still awaits, and the futures that they complete.
+"""Calls in flight: receives replies and completes the futures that await them.
 
 There is no receiving thread on the fast path. The thread that waits for a
 result takes the receiving role itself, so a reply costs one wake-up and no
@@ -14,79 +14,13 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from typing import Any
 
 import zmq
 
 from vllm_handoff.executor.channel import ControlChannel
 from vllm_handoff.executor.errors import ExecutorFailedError, ProtocolError, WorkerCallError
+from vllm_handoff.executor.futures import CallFuture, Combine, PendingCall, complete
 from vllm_handoff.executor.messages import Failure, Frame, Reply, Report
-
-_Combine = Callable[[dict[int, Any]], Any]
-
-
-class CallFuture(Future):
-    """A future that receives replies while its result is awaited.
-
-    Works from any thread and in any order. A callback, or a wait that does not
-    go through this object, starts a thread that receives in the background.
-    """
-
-    def __init__(self, calls: CallTable) -> None:
-        super().__init__()
-        self._calls = calls
-        self.call: PendingCall | None = None
-
-    def result(self, timeout: float | None = None) -> Any:
-        """The reply; raises TimeoutError after `timeout` seconds, or what the call failed with."""
-        self._calls.wait(self, timeout)
-        return super().result(0)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._calls.wait(self, timeout)
-        return super().exception(0)
-
-    def done(self) -> bool:
-        """Whether the reply is here; takes what has arrived, without waiting."""
-        if not self.is_complete():
-            self._calls.receive_arrived()
-        return self.is_complete()
-
-    def is_complete(self) -> bool:
-        """Whether the reply has been taken off the socket."""
-        return super().done()
-
-    def add_done_callback(self, fn: Callable[[Future], object]) -> None:
-        super().add_done_callback(fn)
-        if not self.is_complete():
-            self._calls.receive_in_background()
-
-
-class PendingCall:
-    """One command that awaits replies of `waiting` ranks."""
-
-    __slots__ = ("combine", "deadline", "future", "is_round", "label", "results", "seq", "timeout", "waiting")
-
-    def __init__(
-        self,
-        seq: int,
-        label: str,
-        ranks: Iterable[int],
-        combine: _Combine,
-        future: CallFuture,
-        timeout: float | None,
-        is_round: bool,
-    ) -> None:
-        self.seq = seq
-        self.label = label
-        self.waiting = set(ranks)
-        self.results: dict[int, Any] = {}
-        self.combine = combine
-        self.future = future
-        self.timeout = timeout
-        self.deadline = None if timeout is None else time.monotonic() + timeout
-        self.is_round = is_round
 
 
 class CallTable:
@@ -133,7 +67,7 @@ class CallTable:
         seq: int,
         label: str,
         ranks: Iterable[int],
-        combine: _Combine,
+        combine: Combine,
         timeout: float | None = None,
         is_round: bool = False,
     ) -> CallFuture:
@@ -158,14 +92,14 @@ class CallTable:
                 self._failed = error
             failed, self._pending = list(self._pending.values()), {}
         for call in failed:
-            _complete(call.future, error=ExecutorFailedError(f"{call.label}: {error}"))
+            complete(call.future, error=ExecutorFailedError(f"{call.label}: {error}"))
         self._wake()
 
     def fail_one(self, seq: int, error: BaseException) -> None:
         """Fail the call `seq`, if it is still in flight."""
         call = self._pop(seq)
         if call is not None:
-            _complete(call.future, error=error)
+            complete(call.future, error=error)
 
     def wait(self, future: CallFuture, timeout: float | None) -> None:
         """Receive until `future` is complete.
@@ -173,10 +107,9 @@ class CallTable:
         Raises:
             TimeoutError: it is not after `timeout` seconds.
         """
-        if future.is_complete():
-            return
         call = future.call
-        assert call is not None
+        if call is None or future.is_complete():
+            return
         deadline = None if timeout is None else time.monotonic() + timeout
         expires = call.deadline is not None and (deadline is None or call.deadline <= deadline)
         if self.receive_until(future.is_complete, call.deadline if expires else deadline):
@@ -251,7 +184,10 @@ class CallTable:
             self._changed.wait_for(lambda: not self._receiving, timeout=5)
         if self._background is not None and self._background is not threading.current_thread():
             self._background.join(timeout=5)
-        os.close(self._wake_fd)
+        with self._changed:
+            # A late wake-up must not write to whatever has this number next.
+            fd, self._wake_fd = self._wake_fd, -1
+        os.close(fd)
 
     def _receive(self, timeout: float | None) -> None:
         """Block until something arrives, then dispatch all of it. Only in the receiving role."""
@@ -284,10 +220,10 @@ class CallTable:
                 call.waiting.discard(rank)
                 if call.waiting or self._pop(report.seq) is None:
                     return
-                _complete(call.future, call.combine(call.results))
+                complete(call.future, call.combine(call.results))
             except Exception as error:
                 self.fail_one(report.seq, error)
-                _complete(call.future, error=error)
+                complete(call.future, error=error)
         elif isinstance(report, Failure):
             if report.fatal:
                 self._on_fatal(rank, report)
@@ -300,17 +236,7 @@ class CallTable:
             return self._pending.pop(seq, None)
 
     def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
         with self._changed:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
             self._changed.notify_all()
-
-
-def _complete(future: Future, result: Any = None, error: BaseException | None = None) -> None:
-    """Complete a future unless it already is (a reply may cross with a failure or a timeout)."""
-    try:
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-    except Exception:
-        pass

@@ -141,8 +141,8 @@ class FakeWorker:
         self.log.append(("shutdown",))
 
 
-def build_fake_worker(**kwargs: Any) -> FakeWorker:
-    return FakeWorker(**kwargs)
+def build_fake_worker(worker_class: type[FakeWorker] = FakeWorker, **kwargs: Any) -> FakeWorker:
+    return worker_class(**kwargs)
 
 
 @contextlib.contextmanager
