@@ -30,8 +30,8 @@ export MYPYPATH=$tree:tools
 types -p vllm_handoff || status=1
 types tools/*.py || status=1
 # Folder by folder, as pytest imports them: two folders may each have a conftest.py. Tests give stand-ins for real things.
-stand_ins=(--disable-error-code arg-type --disable-error-code list-item)
+loose=(--disable-error-code arg-type --disable-error-code list-item --disable-error-code var-annotated)
 while read -r folder; do
-    MYPYPATH=$tree:tools:tests:$folder types --follow-imports silent "${stand_ins[@]}" "$folder"/*.py || status=1
+    MYPYPATH=$tree:tools:tests:$folder types --follow-imports silent "${loose[@]}" "$folder"/*.py || status=1
 done < <(find tests -name '*.py' -printf '%h\n' | sort -u)
 exit $status
