@@ -6,7 +6,6 @@ executor.py is vLLM's interface to both.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
+from multiprocessing.util import Finalize
 from typing import Any
 
 import zmq
@@ -70,9 +70,10 @@ class ControlPlane:
         # One lock around numbering and sending: every worker sees the same stream.
         self._send_lock = threading.Lock()
         self._next_seq = 0
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()
         self._closed = False
         self._owner_pid = os.getpid()
+        self._exit_hook: Finalize | None = None
         self._on_failure: Callable[[], None] | None = None
         self._failure_lock = threading.Lock()
         self.failure: str | None = None
@@ -87,9 +88,10 @@ class ControlPlane:
 
     def start(self) -> None:
         """Start all workers and wait until every one is ready."""
-        # Registered after multiprocessing's own hook, so it runs before it: that
-        # one would join a stuck worker for ever.
-        atexit.register(self.close)
+        # multiprocessing runs it before it joins its daemons, which would wait for a
+        # stuck worker for ever; and it runs at the end of a process that
+        # multiprocessing has started itself (as vLLM's engine is), where atexit's hooks do not.
+        self._exit_hook = Finalize(None, self.close, exitpriority=10)
         try:
             self._start_processes()
             self._channel = ControlChannel(self.folder, self.world_size)
@@ -276,4 +278,5 @@ class ControlPlane:
                 self._channel.close()
             self._supervisor.close()
             self.folder.remove()
-            atexit.unregister(self.close)
+            if self._exit_hook is not None:
+                self._exit_hook.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,14 +12,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import zmq
 
-from fake_worker import MARK, SchedulerOutput, control_plane, is_running, rounds, wait_for
+from fake_worker import MARK, SchedulerOutput, build_fake_worker, control_plane, is_running, rounds, wait_for
 from vllm_handoff.executor import messages
+from vllm_handoff.executor.control_plane import ControlPlane
 from vllm_handoff.executor.errors import WorkerStartError
+from vllm_handoff.executor.folder import remove_abandoned
 from vllm_handoff.executor.messages import Failure, Hello, Ready, Reply
 from vllm_handoff.worker.control_link import ControlLink
 
@@ -178,6 +182,52 @@ def test_an_exit_of_the_engine_ends_its_workers(tmp_path: Path) -> None:
         process.wait(60)
         assert wait_for(lambda: not any(map(is_running, pids)))
         assert not list((tmp_path / "e").iterdir())
+
+
+def forget(method: str, connection: Connection) -> None:
+    """An engine that starts a control plane and ends without closing it."""
+    plane = ControlPlane(2, 1, build_fake_worker, lambda rank: {"rank": rank}, multiprocessing.get_context(method))
+    plane.start()
+    connection.send((plane.pids, plane.folder.path))
+    plane.call("block")
+    _kept.append(plane)
+
+
+_kept: list[ControlPlane] = []
+
+
+@pytest.mark.parametrize("engine_method", ["fork", "spawn"])
+def test_a_control_plane_that_nobody_closes_ends_with_its_process(engine_method: str) -> None:
+    context = multiprocessing.get_context(engine_method)
+    ours, theirs = context.Pipe()
+    # Not a daemon: it has children, as vLLM's engine process has.
+    process = context.Process(target=forget, args=("fork", theirs))  # type: ignore[attr-defined]
+    process.start()
+    pids, folder = ours.recv()
+    process.join(60)
+    assert process.exitcode == 0
+    assert wait_for(lambda: not any(map(is_running, pids)))
+    assert not Path(folder).exists()
+    process.close()
+    ours.close()
+    theirs.close()
+
+
+def test_what_engines_that_were_killed_with_their_workers_left_is_removed(tmp_path: Path) -> None:
+    with engine(tmp_path, "fork", stuck=False) as (process, pids):
+        (folder,) = (tmp_path / "e").iterdir()
+        remove_abandoned(folder.parent)
+        assert (folder / "commands").exists()
+        # As an out-of-memory killer or a container's end would: nobody gets to clean up.
+        for pid in (process.pid, *pids):
+            os.kill(pid, signal.SIGSTOP)
+        for pid in (process.pid, *pids):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(60)
+        assert wait_for(lambda: not any(map(is_running, pids)))
+        assert folder.exists()
+        remove_abandoned(folder.parent)
+        assert not folder.exists()
 
 
 def test_a_forked_worker_keeps_no_descriptor_of_its_engine() -> None:
