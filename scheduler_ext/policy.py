@@ -69,11 +69,13 @@ class EvenRounds:
         self.stages = stages
         self.split_from = split_from
 
+    def splits(self, live: int) -> bool:
+        """Whether `live` decoding requests are spread over several rounds."""
+        return self.stages > 1 and self.split_from is not None and live >= self.split_from
+
     def cap(self, live: int) -> int:
         """Most decoding rows of a round while `live` requests decode."""
-        if self.stages < 2 or self.split_from is None or live < self.split_from:
-            return live
-        return -(-live // self.stages)
+        return -(-live // self.stages) if self.splits(live) else live
 
     def hold_back(self, ready: Sequence[tuple[int, str]], live: int) -> list[str]:
         """Requests that must wait for the next round.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class ManifestMixin(_Base):
         stages = self.parallel_config.pipeline_parallel_size
         self.ledger = HandoffLedger(stages, width=1 + self.num_spec_tokens)
         self._stages = stages
-        # Requests of each round in flight, to tell a request from a later one with the same id.
+        # Requests of each round in flight, oldest first: of rounds without tokens too, which wait in the same queue.
         self._in_flight: dict[int, dict[str, Request]] = {}
         # What rounds that were not dispatched had to tell the workers: it goes out with the next one.
         self._untold_finished: set[str] = set()
@@ -53,10 +54,10 @@ class ManifestMixin(_Base):
         self.ledger.forget(output.preempted_req_ids or ())
         if output.total_num_scheduled_tokens:
             manifest = self.ledger.open_round(self._scheduled_rows(output), output.total_num_scheduled_tokens)
-            self._in_flight[manifest.round] = {r: self.requests[r] for r in output.num_scheduled_tokens}
         else:
             idle = self.get_num_unfinished_requests() == 0
             manifest = self.ledger.open_empty_round(drain=idle, dispatch=self._workers_must_see(output))
+        self._in_flight[manifest.round] = {r: self.requests[r] for r in output.num_scheduled_tokens}
         if manifest.dispatch:
             self._tell_rest(output)
         else:
@@ -73,7 +74,7 @@ class ManifestMixin(_Base):
         assert manifest is not None
         # vLLM finds a row's request by id alone. A request that was aborted in
         # flight and whose id is in use again would get the old one's token.
-        for req_id, request in self._in_flight.pop(manifest.round, {}).items():
+        for req_id, request in self._in_flight.pop(manifest.round).items():
             current = self.requests.get(req_id)
             if current is not None and current is not request:
                 del scheduler_output.num_scheduled_tokens[req_id]
@@ -135,9 +136,10 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
 
     vLLM keeps a decoding request out of the next `pipeline_parallel_size`
     rounds by a step counter, ready or not. Here the counter only spreads
-    requests over rounds: EvenRounds decides how many share one, and it is
-    overruled whenever obeying it would leave a round empty, since a token that
-    is still being sampled arrives by handoff and is waited for on the device.
+    requests over rounds: EvenRounds decides from how many on and how many
+    share one; below that all share every round. It is overruled whenever
+    obeying it would leave a round empty, since a token that is still being
+    sampled arrives by handoff and is waited for on the device.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -160,35 +162,68 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
             )
 
     def _plan(self, throttle_prefills: bool) -> SchedulerOutput:
-        self._spread()
+        self._hold_back()
         output = super()._plan(throttle_prefills)
         if not output.total_num_scheduled_tokens and not self._workers_must_see(output) and self._release_held_back():
             self._keep_rest(output)
-            self._spread()
+            self._hold_back()
             output = super()._plan(throttle_prefills)
         return output
 
-    def _spread(self) -> None:
-        """Hold back what the policy wants in the next round."""
-        policy, upcoming = self.rounds_policy, self.current_step + 1  # schedule() counts before it looks
-        if policy.split_from is None or len(self.running) < policy.split_from:
-            return
-        live, ready = 0, []
+    def _hold_back(self) -> None:
+        """Keep out of the next round what cannot take part in it, and what the policy wants in a later one."""
         for request in self.running:
-            if request.is_prefill_chunk or request.next_decode_eligible_step == _NEVER:
-                continue
-            live += 1
-            if request.next_decode_eligible_step <= upcoming:
-                ready.append((request.next_decode_eligible_step, request.request_id))
-        for req_id in policy.hold_back(ready, live):
-            self.requests[req_id].next_decode_eligible_step = upcoming + 1
+            if self._awaits_grammar(request):
+                # schedule() counts before it looks.
+                request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
+        self._spread()
+
+    def _awaits_grammar(self, request: Request) -> bool:
+        """Whether the next round would be too early for the request's grammar.
+
+        To compute its bitmask the grammar has to know every token before. With
+        one of them still in flight, the engine collects one round, the oldest,
+        and then computes the bitmask, whatever else is in flight.
+        """
+        if not (request.use_structured_output and request.num_output_placeholders):
+            return False
+        newer = itertools.islice(self._in_flight.values(), 1, None)
+        return any(requests.get(request.request_id) is request for requests in newer)
+
+    def _spread(self) -> None:
+        """Prepare the choice of decoding requests that vLLM's schedule is about to make."""
+        policy, upcoming = self.rounds_policy, self.current_step + 1  # schedule() counts before it looks
+        decoding = [
+            request
+            for request in self.running
+            if not request.is_prefill_chunk and request.next_decode_eligible_step != _NEVER
+        ]
+        if policy.splits(len(decoding)):
+            ready = [
+                (request.next_decode_eligible_step, request.request_id)
+                for request in decoding
+                if request.next_decode_eligible_step <= upcoming
+            ]
+            for req_id in policy.hold_back(ready, len(decoding)):
+                self.requests[req_id].next_decode_eligible_step = upcoming + 1
+        elif not self._prefill_is_due():
+            # One cohort: every round takes all of them, whatever is in flight.
+            # With prefill about, cohorts stay apart, since a round's prefill
+            # would otherwise wait for the tokens of the round before.
+            for request in decoding:
+                request.next_decode_eligible_step = 0
+
+    def _prefill_is_due(self) -> bool:
+        """Whether the next rounds may carry prefill."""
+        admissible = len(self.running) < self.max_num_active_reqs and bool(self.waiting or self.kv_holding_waiting)
+        return admissible or any(request.is_prefill_chunk for request in self.running)
 
     def _release_held_back(self) -> bool:
         """Make the requests that would be eligible soonest eligible now. False if none is held back."""
         held_back = [
             request.next_decode_eligible_step
             for request in self.running
-            if self.current_step < request.next_decode_eligible_step < _NEVER
+            if self.current_step < request.next_decode_eligible_step < _NEVER and not self._awaits_grammar(request)
         ]
         if not held_back:
             return False

@@ -105,6 +105,36 @@ def test_a_burst_is_spread_over_rounds(tiny_llama: Path) -> None:
     assert set(decodes) == {4}
 
 
+def test_a_few_requests_share_every_round(tiny_llama: Path) -> None:
+    """Cohorts that formed by arrival come together once no prefill is about."""
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=80))
+    pipeline.add("first", prompt=4, budget=30)
+    pipeline.schedule()
+    for i in range(3):
+        pipeline.add(f"r{i}", prompt=4, budget=30)
+    pipeline.finish()
+    decodes = [m.num_tokens for m in pipeline.rounds if m.num_tokens][3:-2]
+    assert set(decodes) == {4}
+
+
+def test_prefill_does_not_wait_for_tokens(tiny_llama: Path) -> None:
+    """While a long prompt is prefilled, decoding requests keep every second round free of themselves."""
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=80, max_tokens=32))
+    pipeline.add("a", prompt=4, budget=60)
+    for _ in range(4):
+        pipeline.schedule()
+        pipeline.collect()
+    pipeline.add("long", prompt=300, budget=2)
+    before = len(pipeline.rounds)
+    for _ in range(8):
+        pipeline.schedule()
+        pipeline.collect()
+    chunks = [m for m in pipeline.rounds[before:] if m.num_tokens == 32]
+    assert len(chunks) >= 6
+    assert sum(not m.handoff for m in chunks) >= 3
+    pipeline.finish()
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 9), st.integers(1, 100), st.integers(1, 40), st.integers(0, 40)),
