@@ -135,6 +135,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--without", action="append", default=[], metavar="ENGINE", help="leave mp or handoff out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FOLDER",
+        help="afterwards record each load once on ours, for `vllm-handoff timeline`",
+    )
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs (default: a temporary one)")
     parser.add_argument("--budget", type=float, default=3600, metavar="S", help="start no further run after S seconds")
 
@@ -178,6 +184,18 @@ def measure(children: list[Child], args: argparse.Namespace, deadline: float) ->
                 records.append({"load": name, "engine": child.name, "pair": pair, **result})
     bar.close()
     return records
+
+
+def record(children: list[Child], args: argparse.Namespace) -> None:
+    """Record one more run of each load on each of ours."""
+    args.record.mkdir(parents=True, exist_ok=True)
+    for child in children:
+        if child.name == "mp":
+            continue
+        for load in args.loads:
+            stages = child.ask({"record": load, "seed": 0})
+            target = args.record / f"{child.name}-{load}.json"
+            target.write_text(json.dumps({"title": f"{child.name}, {load}", "stages": stages}))
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -246,6 +264,8 @@ def run(args: argparse.Namespace) -> int:
             for child in children:
                 child.wait_ready()
             records = measure(children, args, deadline)
+            if args.record:
+                record(children, args)
         finally:
             for child in children:
                 child.stop()

@@ -1,6 +1,6 @@
 """One engine in a process of its own, driven by lines of JSON on stdin, answering on the file descriptor it was given.
 
-Commands: {"load": "64x512+128", "seed": 0}, {"online": {...}, "seed": 0}, {"timeline": true}, {"stop": true}.
+Commands: {"load": "64x512+128", "seed": 0}, {"online": {...}, "seed": 0}, {"record": "64x512+128"}, {"stop": true}.
 """
 
 from __future__ import annotations
@@ -79,9 +79,11 @@ class Engine:
         digest = hashlib.sha256(json.dumps(sorted(done.items())).encode()).hexdigest()[:16]
         return {"seconds": seconds, "digest": digest, "first_token": first, "gaps": gaps}
 
-    def timeline(self) -> Any:
-        """Per rank, when the last rounds ran (ours only)."""
-        return self.llm.collective_rpc("handoff_timeline")
+    def record(self, load: Load, seed: int) -> Any:
+        """What each rank did in each round of a run (ours only)."""
+        self.llm.collective_rpc("handoff_record", args=(True,))
+        self.run(load, seed)
+        return self.llm.collective_rpc("handoff_record", args=(False,))
 
 
 def main() -> None:
@@ -101,8 +103,8 @@ def main() -> None:
             answer(engine.run(Load.parse(command["load"]), seed))
         elif "online" in command:
             answer(engine.run_online(OnlineLoad(**command["online"]), seed))
-        elif "timeline" in command:
-            answer(engine.timeline())
+        elif "record" in command:
+            answer(engine.record(Load.parse(command["record"]), seed))
         else:
             break
     answer({"stopped": True})

@@ -17,6 +17,8 @@ from types import FrameType
 COMMANDS: dict[str, str] = {
     "bench": "vllm_handoff.benchmarks.bench",
     "demo": "vllm_handoff.executor.demo",
+    "doctor": "vllm_handoff.executor.doctor",
+    "timeline": "vllm_handoff.executor.timeline",
     "version": "vllm_handoff.executor.show_version",
 }
 
@@ -31,6 +33,7 @@ and pipeline parallelism work together. The executor itself needs none of them:
 EPILOG = """\
 examples:
   vllm-handoff demo --help       what the demo does and what it can be told
+  vllm-handoff doctor            is this machine fit for it, and what to do if not
   vllm-handoff version           is everything here that the executor needs?
 """
 

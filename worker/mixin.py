@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
+from vllm_handoff.worker.recorder import Mark, Recorder
 from vllm_handoff.worker.timeline import Timeline
 from vllm_handoff.worker.warm_up import WarmUpManifests
 
@@ -26,10 +27,13 @@ class HandoffWorkerMixin(_Base):
     _links: StageLinks | None = None
     _warm_up: WarmUpManifests | None = None
     _timeline: Timeline
+    _recorder: Recorder
 
     def init_device(self) -> None:
         self._timeline = Timeline()
         super().init_device()
+        self._recorder = Recorder(self.device)
+        self.model_runner.recorder = self._recorder
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -38,7 +42,7 @@ class HandoffWorkerMixin(_Base):
             return
         from vllm_handoff.worker.stage_links import StageLinks
 
-        self._links = StageLinks(self.vllm_config, self.model_runner, self.device)
+        self._links = StageLinks(self.vllm_config, self.model_runner, self.device, self._recorder)
         self._warm_up = WarmUpManifests(stages, width=1 + self.vllm_config.num_speculative_tokens)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -54,24 +58,37 @@ class HandoffWorkerMixin(_Base):
         if manifest is None:
             return super().execute_model(scheduler_output)
         self._timeline.begin(manifest.round)
+        self._recorder.begin(manifest.round, manifest.num_tokens, len(manifest.rows))
         self.model_runner.begin_round(manifest)
         if self._links is not None:
             self._links.begin_round(manifest)
         output = super().execute_model(scheduler_output)
+        self._recorder.mark(Mark.FORWARD)
         if not manifest.num_tokens:
-            self._timeline.end()
+            self._end_round()
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
-        self._timeline.end()
+        self._end_round()
         return output
+
+    def _end_round(self) -> None:
+        self._timeline.end()
+        self._recorder.end()
 
     def handoff_stage_times(self) -> list[tuple[int, float]]:
         """(rows, seconds) that this rank's stage takes for decoding rounds. Called once, after warm-up."""
         from vllm_handoff.worker.stage_clock import measure_stage
 
         return measure_stage(self.model_runner, self.device)
+
+    def handoff_record(self, on: bool) -> list[tuple[Any, ...]]:
+        """Start recording what the device does in each round, or stop and return it (see recorder.RecordedRound)."""
+        if on:
+            self._recorder.start()
+            return []
+        return [tuple(entry) for entry in self._recorder.stop()]
 
     def handoff_timeline(self) -> list[tuple[int, int, int]]:
         """(round, begin_ns, end_ns) of the last rounds on this rank, by the machine's monotonic clock."""

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.pp_utils import PPHandler
 
 from vllm_handoff.scheduler_ext.manifest import Manifest
 from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
+from vllm_handoff.worker.recorder import Mark, Recorder
 
 if TYPE_CHECKING:
     _Base: Any = v2.GPUModelRunner
@@ -91,6 +92,7 @@ class ManifestRunnerMixin(_Base):
     """The hooks of the V2 runner that a manifest takes over. Mixed into the GPU's and the CPU's runner alike."""
 
     pp_handler: ManifestHandler | None
+    recorder: Recorder
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         with _manifest_handler():
@@ -108,6 +110,7 @@ class ManifestRunnerMixin(_Base):
         assert self.pp_handler.manifest is not None
         for sampled in self.pp_handler.receiver.take(self.pp_handler.manifest.needs):
             self.postprocess_sampled(**sampled._asdict())
+        self.recorder.mark(Mark.HANDOFF)
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)

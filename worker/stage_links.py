@@ -12,7 +12,8 @@ from vllm.logger import init_logger
 from vllm_handoff.scheduler_ext.manifest import Manifest
 from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
 from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
-from vllm_handoff.worker.transfer import Peer, warm_up
+from vllm_handoff.worker.recorder import Mark, Recorder
+from vllm_handoff.worker.transfer import Peer, PendingReceive, warm_up
 
 logger = init_logger(__name__)
 
@@ -24,11 +25,12 @@ class StageLinks:
     group is collective.
     """
 
-    def __init__(self, vllm_config: Any, runner: Any, device: torch.device) -> None:
+    def __init__(self, vllm_config: Any, runner: Any, device: torch.device, recorder: Recorder) -> None:
         pp = get_pp_group()
         self._stage = stage = pp.rank_in_group
         stages, ranks = pp.world_size, pp.ranks
         self._manifest: Manifest | None = None
+        self._recorder = recorder
         self._handler = runner.pp_handler
 
         # Two communicators, so that a handoff never queues behind a hop.
@@ -96,4 +98,17 @@ class StageLinks:
         manifest, receiver = self._manifest, self._hop_receiver
         assert manifest is not None and receiver is not None
         tensors, pending = receiver.post(manifest.round, manifest.num_tokens)
-        return tensors, [pending], []
+        return tensors, [_Marked(pending, self._recorder)], []
+
+
+class _Marked:
+    """A posted hop whose wait is seen by the recorder."""
+
+    def __init__(self, pending: PendingReceive, recorder: Recorder) -> None:
+        self._pending = pending
+        self._recorder = recorder
+
+    def wait(self) -> None:
+        self._recorder.mark(Mark.HOP_WAIT)
+        self._pending.wait()
+        self._recorder.mark(Mark.HOP)

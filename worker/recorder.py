@@ -1,0 +1,119 @@
+"""Records what this rank's device did in each round, from events on its stream.
+
+Off, it costs one comparison a mark. On, a round records six events: no
+transfer, no wait. Times are read out when the recording stops.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Mark(IntEnum):
+    """Moments of a round on the device's stream, in order."""
+
+    BEGIN = 0  # the stream reaches the round
+    HANDOFF = 1  # the handoffs that the round needs have arrived and are applied
+    HOP_WAIT = 2  # inputs are built; the stream reaches the hop's receive
+    HOP = 3  # hidden states have arrived
+    FORWARD = 4  # the forward is done, its hop handed over
+    END = 5  # sampled (last stage) or told (others)
+
+
+class RecordedRound(NamedTuple):
+    """One round of one rank. Times in seconds of the machine's monotonic clock, by Mark; None for marks it lacks."""
+
+    round: int
+    num_tokens: int
+    rows: int  # of its handoff, 0 without one
+    marks: list[float | None]
+    host: tuple[float, float]  # the host began and ended launching the round
+
+
+class _HostEvent:
+    """A CPU has no stream: what was launched is done."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.monotonic()
+
+
+class Recorder:
+    """The recording of one rank.
+
+    Args:
+        device: the rank's device; on a CPU, marks are host times.
+        capacity: rounds kept; recording stops by itself when it is full.
+    """
+
+    def __init__(self, device: torch.device, capacity: int = 20000) -> None:
+        self._device = device
+        self._capacity = capacity
+        self._rounds: list[tuple[int, int, int, list[Any], list[float]]] = []
+        self._base: tuple[Any, float] | None = None
+        self.on = False
+
+    def start(self) -> None:
+        """Forget what was recorded, and record from the next round on."""
+        self._rounds = []
+        base = self._event()
+        self._settle()
+        base.record()
+        # The device is idle, so the event is done when the clock is read.
+        self._base = (base, time.monotonic())
+        self._settle()
+        self.on = True
+
+    def begin(self, number: int, num_tokens: int, rows: int) -> None:
+        """A round starts here."""
+        if not self.on:
+            return
+        if len(self._rounds) >= self._capacity:
+            self.on = False
+            return
+        self._rounds.append((number, num_tokens, rows, [None] * len(Mark), [time.monotonic(), 0.0]))
+        self.mark(Mark.BEGIN)
+
+    def mark(self, mark: Mark) -> None:
+        """The stream passes `mark` once it has done what was launched so far."""
+        if self.on and self._rounds:
+            event = self._event()
+            event.record()
+            self._rounds[-1][3][mark] = event
+
+    def end(self) -> None:
+        """The host has launched the round."""
+        if self.on and self._rounds:
+            self.mark(Mark.END)
+            self._rounds[-1][4][1] = time.monotonic()
+
+    def stop(self) -> list[RecordedRound]:
+        """Stop recording and read the times. Waits for the device."""
+        self.on = False
+        if self._base is None:
+            return []
+        self._settle()
+        base, zero = self._base
+        found = []
+        for number, num_tokens, rows, events, host in self._rounds:
+            marks = [None if event is None else self._seconds(base, zero, event) for event in events]
+            found.append(RecordedRound(number, num_tokens, rows, marks, (host[0], host[1])))
+        self._rounds = []
+        return found
+
+    def _event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True) if self._device.type == "cuda" else _HostEvent()
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @staticmethod
+    def _seconds(base: Any, zero: float, event: Any) -> float:
+        return event.at if isinstance(event, _HostEvent) else zero + base.elapsed_time(event) / 1000
