@@ -171,12 +171,12 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         return output
 
     def _hold_back(self) -> None:
-        """Keep out of the next round what cannot take part in it, and what the policy wants in a later one."""
+        """Keep out of the next round what the policy wants in a later one, and what cannot take part in it."""
+        self._spread()
         for request in self.running:
             if self._awaits_grammar(request):
                 # schedule() counts before it looks.
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
-        self._spread()
 
     def _awaits_grammar(self, request: Request) -> bool:
         """Whether the next round would be too early for the request's grammar.
