@@ -58,6 +58,8 @@ class ManifestMixin(_Base):
             idle = self.get_num_unfinished_requests() == 0
             manifest = self.ledger.open_empty_round(drain=idle, dispatch=self._workers_must_see(output))
         self._in_flight[manifest.round] = {r: self.requests[r] for r in output.num_scheduled_tokens}
+        # Rounds without tokens count too: the engine collects them in their turn.
+        self._in_flight[manifest.round] = {r: self.requests[r] for r in output.num_scheduled_tokens}
         if manifest.dispatch:
             self._tell_rest(output)
         else:
