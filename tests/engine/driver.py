@@ -12,6 +12,22 @@ from requests_and_answers import Answer, Arrival, Ask
 State = dict[str, Any]
 
 
+class Completion(NamedTuple):
+    """One of the n completions of a request; logprobs as {token: (logprob, rank)} for each position."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    text: str
+    logprobs: list[dict[int, tuple[float, int]]] | None
+
+
+class Details(NamedTuple):
+    """All that came back for a request."""
+
+    completions: list[Completion]
+    prompt_logprobs: list[dict[int, tuple[float, int]] | None] | None
+
+
 class RoundSeen(NamedTuple):
     """A round as the scheduler planned it."""
 
@@ -54,6 +70,33 @@ def generate(state: State, asks: Sequence[Ask]) -> list[Answer]:
         [{"prompt_token_ids": list(ask.prompt)} for ask in asks], [_params(ask) for ask in asks], use_tqdm=False
     )
     return [_answer(output) for output in outputs]
+
+
+def texts(state: State, answers: Sequence[Answer]) -> list[str]:
+    """The answers' own texts. Answer.text may begin with what is left of a prompt that ends within a character."""
+    tokenizer = state["llm"].get_tokenizer()
+    return [tokenizer.decode(answer.token_ids, skip_special_tokens=True) for answer in answers]
+
+
+def complete(state: State, asks: Sequence[Ask]) -> list[Details]:
+    """Like generate(), with everything that an output has."""
+    outputs = state["llm"].generate(
+        [{"prompt_token_ids": list(ask.prompt)} for ask in asks], [_params(ask) for ask in asks], use_tqdm=False
+    )
+    return [
+        Details(
+            [
+                Completion(tuple(c.token_ids), c.finish_reason, c.text, c.logprobs and [_plain(p) for p in c.logprobs])
+                for c in output.outputs
+            ],
+            output.prompt_logprobs and [position and _plain(position) for position in output.prompt_logprobs],
+        )
+        for output in outputs
+    ]
+
+
+def _plain(position: Any) -> dict[int, tuple[float, int]]:
+    return {token: (entry.logprob, entry.rank) for token, entry in position.items()}
 
 
 def drive(state: State, arrivals: Sequence[Arrival], most_steps: int = 20_000) -> Run:
@@ -103,8 +146,12 @@ def _is_over(arrival: Arrival, steps: int, tokens: int) -> bool:
 
 def _params(ask: Ask) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
-    return SamplingParams(**ast.literal_eval(ask.params))
+    values = ast.literal_eval(ask.params)
+    if "structured_outputs" in values:
+        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+    return SamplingParams(**values)
 
 
 def _answer(output: Any) -> Answer:

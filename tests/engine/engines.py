@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from driver import Run
+import driver
+from driver import Details, Run
 from engine_process import EngineProcess
 from requests_and_answers import Answer, Arrival, Ask
 
@@ -24,6 +25,8 @@ SMALL = {
     "kv_cache_memory_bytes": 64 << 20,
     "max_num_seqs": 16,
     "seed": 0,
+    # A model with random weights would go on with spaces for ever.
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
 }
 
 
@@ -60,7 +63,39 @@ def running(folder: Path, start: Callable[..., None], **args: Any) -> Iterator[E
         process.kill()
 
 
-Reference = Callable[[Sequence[Ask]], list[Answer]]
+class Reference:
+    """vLLM's own answers: its executor, its V1 runner, one process, one stage, synchronous scheduling.
+
+    The engine starts when it is first asked, and each request runs once.
+    """
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder = folder
+        self._model = model
+        self._process: EngineProcess | None = None
+        self._answers: dict[Ask, Answer] = {}
+
+    def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+        new = list(dict.fromkeys(ask for ask in asks if ask not in self._answers))
+        if new:
+            self._answers.update(zip(new, self._run(driver.generate, new), strict=True))
+        return [self._answers[ask] for ask in asks]
+
+    def details(self, asks: Sequence[Ask]) -> list[Details]:
+        """The same with all that comes back, not kept."""
+        return self._run(driver.complete, asks)
+
+    def _run(self, function: Callable[..., Any], asks: Sequence[Ask]) -> Any:
+        if self._process is None:
+            # Its ranks of logprobs would be compiled, which takes half a minute.
+            self._process = EngineProcess(self._folder, {**IN_PROCESS, "TORCHDYNAMO_DISABLE": "1"})
+            args = {"distributed_executor_backend": "uni", "async_scheduling": False}
+            self._process.run(driver.start, model=str(self._model), **SMALL, **args)
+        return self._process.run(function, asks)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
 
 def check(run: Run, arrivals: Sequence[Arrival], reference: Reference) -> None:

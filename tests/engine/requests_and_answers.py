@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -49,6 +50,11 @@ def greedy(prompt: Iterable[int], max_tokens: int, **params: Any) -> Ask:
     return Ask(tuple(prompt), repr({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params}))
 
 
+def changed(ask: Ask, **params: Any) -> Ask:
+    """The same with other sampling parameters."""
+    return ask._replace(params=repr({**ast.literal_eval(ask.params), **params}))
+
+
 def random_prompt(rng: random.Random, length: int) -> tuple[int, ...]:
     return tuple(rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length))
 
@@ -56,14 +62,14 @@ def random_prompt(rng: random.Random, length: int) -> tuple[int, ...]:
 def with_aborts(arrivals: list[Arrival], seed: int) -> list[Arrival]:
     """A third of the clients go away: some after a number of tokens, some after a number of steps."""
     rng = random.Random(seed)
-    changed = []
+    leaving = []
     for arrival in arrivals:
         if (chance := rng.random()) < 0.17:
             arrival = arrival._replace(abort_after=rng.randint(1, 20))
         elif chance < 0.34:
             arrival = arrival._replace(abort_steps=rng.randint(0, 30))
-        changed.append(arrival)
-    return changed
+        leaving.append(arrival)
+    return leaving
 
 
 def over_time(seed: int, count: int, longest_prompt: int, most_tokens: int, every: float) -> list[Arrival]:
