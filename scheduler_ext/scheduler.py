@@ -57,7 +57,6 @@ class ManifestMixin(_Base):
         else:
             idle = self.get_num_unfinished_requests() == 0
             manifest = self.ledger.open_empty_round(drain=idle, dispatch=self._workers_must_see(output))
-        self._in_flight[manifest.round] = {r: self.requests[r] for r in output.num_scheduled_tokens}
         # Rounds without tokens count too: the engine collects them in their turn.
         self._in_flight[manifest.round] = {r: self.requests[r] for r in output.num_scheduled_tokens}
         if manifest.dispatch:
