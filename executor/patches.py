@@ -24,6 +24,30 @@ def apply() -> None:
     _set_depth()
 
 
+def refuse(error: Exception) -> None:
+    """Instead of all patches: raise `error` for configurations that name our executor.
+
+    Why: HandoffExecutor refuses an unsupported vLLM itself, but with pipeline
+    parallelism vLLM refuses the executor before that, in words that explain nothing.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_handoff.executor.configuration import uses_handoff
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def check(self: Any) -> Any:
+            if uses_handoff(self):
+                raise error
+            return original(self)
+
+        return _mark(check)
+
+    # Another vLLM may not have it.
+    if "_check_feature_supported" in EngineArgs.__dict__:
+        _wrap(EngineArgs, "_check_feature_supported", make)
+
+
 def _wrap(owner: type, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
     """Replace owner.name by make(original), once."""
     original = owner.__dict__[name]

@@ -21,17 +21,21 @@ class PluginNotLoadedError(RuntimeError):
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`.
 
-    Raises:
-        UnsupportedVllmError: the installed vLLM is outside the supported range.
+    With an unsupported vLLM it refuses configurations that name our executor,
+    and no others: vLLM calls plugins whatever it was asked for, and what they
+    raise ends it.
     """
     global _loaded
     if _loaded:
         return
-    from vllm_handoff.executor.version import check_vllm_version
-
-    check_vllm_version()
     from vllm_handoff.executor import patches
+    from vllm_handoff.executor.version import UnsupportedVllmError, check_vllm_version
 
+    try:
+        check_vllm_version()
+    except UnsupportedVllmError as error:
+        patches.refuse(error)
+        return
     patches.apply()
     _loaded = True
 
