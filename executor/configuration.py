@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_handoff.executor.layer_partition import apply_layer_split
 from vllm_handoff.executor.refusals import check_supported
 from vllm_handoff.scheduler_ext.settings import HandoffSettings
 
@@ -60,7 +61,8 @@ def complete(vllm_config: Any) -> None:
         SettingsError: additional_config["handoff"] has a setting that cannot be used.
     """
     check_supported(vllm_config)
-    HandoffSettings.of(vllm_config)
+    settings = HandoffSettings.of(vllm_config)
+    apply_layer_split(vllm_config, settings)
     _choose_worker(vllm_config)
     _choose_scheduler(vllm_config)
 

@@ -73,19 +73,30 @@ class EvenRounds:
         """Whether `live` decoding requests are spread over several rounds."""
         return self.stages > 1 and self.split_from is not None and live >= self.split_from
 
-    def cap(self, live: int) -> int:
-        """Most decoding rows of a round while `live` requests decode."""
-        return -(-live // self.stages) if self.splits(live) else live
+    def cap(self, live: int, turn: int) -> int:
+        """Most decoding rows of round number `turn` while `live` requests decode.
 
-    def hold_back(self, ready: Sequence[tuple[int, str]], live: int) -> list[str]:
+        Over as many rounds in a row as there are stages the caps add up to
+        `live` and differ by at most one. One cap for all, rounded up, would
+        leave the last of them with what remains: 3, 3, 3 and 1 of ten.
+        """
+        if not self.splits(live):
+            return live
+        place = turn % self.stages
+        share = (place + 1) * live // self.stages - place * live // self.stages
+        return max(1, share)
+
+    def hold_back(self, ready: Sequence[tuple[int, str]], live: int, turn: int) -> list[str]:
         """Requests that must wait for the next round.
 
         Args:
             ready: (round from which it was eligible, request id) of every
                 decoding request that this round could take.
-            live: requests that decode now, whether or not this round could take them.
+            live: requests that decode now, whether or not this round could take them;
+                those whose last token is under way too.
+            turn: number of the round.
         """
-        excess = len(ready) - self.cap(live)
+        excess = len(ready) - self.cap(live, turn)
         if excess <= 0:
             return []
         # Stable: among equals the scheduler's own order decides.

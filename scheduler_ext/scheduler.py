@@ -194,18 +194,18 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
     def _spread(self) -> None:
         """Prepare the choice of decoding requests that vLLM's schedule is about to make."""
         policy, upcoming = self.rounds_policy, self.current_step + 1  # schedule() counts before it looks
-        decoding = [
-            request
-            for request in self.running
-            if not request.is_prefill_chunk and request.next_decode_eligible_step != _NEVER
-        ]
-        if policy.splits(len(decoding)):
+        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        # Whose last round is in flight still counts as live: caps that shrank as a cohort came to its end would make
+        # the others decode in ever thinner rounds, and wait for many of them.
+        live = len(decoding)
+        decoding = [request for request in decoding if request.next_decode_eligible_step != _NEVER]
+        if policy.splits(live):
             ready = [
                 (request.next_decode_eligible_step, request.request_id)
                 for request in decoding
                 if request.next_decode_eligible_step <= upcoming
             ]
-            for req_id in policy.hold_back(ready, len(decoding)):
+            for req_id in policy.hold_back(ready, live, self.ledger.next_round):
                 self.requests[req_id].next_decode_eligible_step = upcoming + 1
         elif not self._prefill_is_due():
             # One cohort: every round takes all of them, whatever is in flight.

@@ -22,10 +22,13 @@ class HandoffSettings:
             the default, two a stage. Asynchronous scheduling alone uses it.
         split_rows: decoding requests from which they are spread evenly over
             rounds; "auto" decides by measured stage times, 0 never spreads.
+        layer_split: "auto" gives the stages as many layers as `vllm-handoff plan`
+            advises, unless VLLM_PP_LAYER_PARTITION is set; "even" leaves it to vLLM.
     """
 
     depth: int | None = None
     split_rows: int | Literal["auto"] = "auto"
+    layer_split: Literal["even", "auto"] = "even"
 
     @classmethod
     def of(cls, vllm_config: Any) -> HandoffSettings:
@@ -64,3 +67,5 @@ class HandoffSettings:
             )
         if self.split_rows != "auto" and not (isinstance(self.split_rows, int) and self.split_rows >= 0):
             raise SettingsError(f'handoff split_rows {self.split_rows!r} must be "auto" or a number of requests from 0')
+        if self.layer_split not in ("even", "auto"):
+            raise SettingsError(f'handoff layer_split {self.layer_split!r} must be "even" or "auto"')

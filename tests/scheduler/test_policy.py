@@ -39,14 +39,23 @@ def test_a_stage_whose_time_does_not_grow_is_never_split() -> None:
 
 def test_the_cap_follows_the_live_number() -> None:
     policy = EvenRounds(stages=2, split_from=10)
-    assert [policy.cap(live) for live in (3, 9, 10, 11, 256)] == [3, 9, 5, 6, 128]
-    assert EvenRounds(stages=4, split_from=2).cap(10) == 3
-    assert EvenRounds(stages=2, split_from=None).cap(256) == 256
+    assert [policy.cap(live, turn=1) for live in (3, 9, 10, 11, 256)] == [3, 9, 5, 6, 128]
+    assert EvenRounds(stages=2, split_from=None).cap(256, turn=1) == 256
+
+
+@given(st.integers(2, 1000), st.integers(2, 16), st.integers(0, 1000))
+def test_caps_of_a_trip_add_up_and_differ_by_one(live: int, stages: int, turn: int) -> None:
+    policy = EvenRounds(stages, split_from=2)
+    caps = [policy.cap(live, turn + i) for i in range(stages)]
+    if live >= stages:
+        assert sum(caps) == live and max(caps) - min(caps) <= 1
+    else:
+        assert set(caps) == {1}
 
 
 def test_the_longest_waiting_go_first() -> None:
     policy = EvenRounds(stages=2, split_from=2)
-    assert policy.hold_back([(7, "a"), (5, "b"), (6, "c"), (5, "d")], live=4) == ["c", "a"]
+    assert policy.hold_back([(7, "a"), (5, "b"), (6, "c"), (5, "d")], live=4, turn=0) == ["c", "a"]
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=80), st.integers(2, 6), st.integers(0, 10_000))
@@ -59,7 +68,7 @@ def test_rounds_are_even_after_two_trips_and_nobody_starves(sizes: list[int], st
     counts = []
     for step in range(6 * stages):
         ready = [(at, req_id) for req_id, at in eligible.items() if at <= step]
-        held = set(policy.hold_back(ready, live))
+        held = set(policy.hold_back(ready, live, step))
         served = [req_id for _, req_id in ready if req_id not in held]
         for req_id in served:
             assert step - max(last[req_id], 0) <= 2 * stages
@@ -68,7 +77,8 @@ def test_rounds_are_even_after_two_trips_and_nobody_starves(sizes: list[int], st
         counts.append(len(served))
     if live >= 2:
         steady = counts[2 * stages :]
-        assert max(steady) <= -(-live // stages)
+        if live >= stages:
+            assert max(steady) - min(steady) <= 1
         for trip in range(2, 6):
             assert sum(counts[trip * stages : (trip + 1) * stages]) == live
 
@@ -92,7 +102,8 @@ def test_settings_have_defaults() -> None:
         ({"depth": 9}, "out of range"),
         ({"depth": "deep"}, "out of range"),
         ({"split_rows": -1}, "split_rows"),
-        ({"colour": 1}, "no setting 'colour'; there are depth, split_rows"),
+        ({"colour": 1}, "no setting 'colour'; there are depth, split_rows, layer_split"),
+        ({"layer_split": "17,15"}, "layer_split '17,15' must be"),
         ("deep", "must be an object"),
     ],
 )
