@@ -18,6 +18,8 @@ COMMANDS: dict[str, str] = {
     "bench": "vllm_handoff.benchmarks.bench",
     "demo": "vllm_handoff.executor.demo",
     "doctor": "vllm_handoff.executor.doctor",
+    "plan": "vllm_handoff.executor.plan",
+    "simulate": "vllm_handoff.simulator.simulate",
     "timeline": "vllm_handoff.executor.timeline",
     "version": "vllm_handoff.executor.show_version",
 }

@@ -39,7 +39,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder)}"
         for package, folder in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".json") or path.name == "py.typed"
     }
     assert {name for name in names if ".dist-info/" not in name} == modules
     assert "vllm_handoff = vllm_handoff.executor.plugin:register" in entry_points

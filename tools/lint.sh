@@ -20,7 +20,7 @@ status=0
 # mypy does not read [tool.setuptools.package-dir]: show it the package as it is imported.
 tree=.cache/typecheck
 rm -rf "$tree" && mkdir -p "$tree/vllm_handoff"
-for folder in executor worker scheduler_ext benchmarks stress; do
+for folder in executor worker scheduler_ext benchmarks stress simulator; do
     if [ -f "$folder/__init__.py" ]; then ln -s "../../../$folder" "$tree/vllm_handoff/$folder"; fi
 done
 types() {

@@ -1,0 +1,1 @@
+"""A deterministic simulator of pipeline stages, rounds and scheduling policies."""

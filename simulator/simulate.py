@@ -1,0 +1,129 @@
+"""Simulate stages, rounds and scheduling policies: predictions beside measurements, counts, and pictures.
+
+The simulator is pure Python and deterministic, needs no device and no vLLM, and
+reuses the scheduler's own policy. Its constants are fitted to runs of an 8B
+Llama on H200s (simulator/measured.json).
+
+Without options it prints, for every measured run: the measured seconds, the
+predicted ones, the bound (the least time in which any schedule could serve the
+load with these stage times), and how near the measured run is to the bound.
+The exit status is 1 if a prediction is off by more than 10%, unless the run is
+listed as a known exception.
+
+  --counts N     rounds, empty rounds and rows a round on N stages for one
+                 request, eight, a burst, a burst that drains and random
+                 arrivals; vLLM's policy beside ours
+  --pictures     throughput and inter-token latency against concurrency for PP
+                 2, 4, 8 and 16: throughput.png and inter_token_latency.png, in
+                 docs/pictures unless a folder is given; some minutes
+  --load         one load on N stages of 16 layers each (--stages)
+  --fit          fit the constants to the measured runs again, and write them to
+                 simulator/measured.json; about ten minutes
+
+examples:
+  vllm-handoff simulate
+  vllm-handoff simulate --counts 2
+  vllm-handoff simulate --pictures
+  vllm-handoff simulate --load 2000x512+128 --stages 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from vllm_handoff.scheduler_ext.stage_cost import stage_costs
+from vllm_handoff.simulator.bound import bound
+from vllm_handoff.simulator.calibration import MEASURED, Calibration, even_pipeline, fit, simulate
+from vllm_handoff.simulator.counts import table
+from vllm_handoff.simulator.requests import Arrivals, burst
+
+ALLOWED = 0.10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `vllm-handoff simulate`."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--counts", type=int, metavar="N", help="rounds of five loads on N stages")
+    what.add_argument(
+        "--pictures", type=Path, nargs="?", const=Path("docs/pictures"), metavar="FOLDER", help="draw the pictures"
+    )
+    what.add_argument("--load", metavar="LOAD", help="one load, as REQUESTSxPROMPT+GENERATED")
+    what.add_argument("--fit", action="store_true", help="fit the constants again")
+    parser.add_argument("--stages", type=int, default=2, metavar="N", help="for --load (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command."""
+    calibration = Calibration.load()
+    if args.fit:
+        return refit(calibration)
+    if args.counts is not None:
+        if args.counts < 1:
+            print("error: --counts takes a number of stages from 1", file=sys.stderr)
+            return 1
+        print(table(args.counts, calibration))
+        return 0
+    if args.pictures is not None:
+        from vllm_handoff.simulator.plots import draw
+
+        draw(args.pictures, calibration)
+        return 0
+    if args.load is not None:
+        return one_load(args.load, args.stages, calibration)
+    return compare(calibration)
+
+
+def compare(calibration: Calibration) -> int:
+    """Print the predictions of all measured runs. 1 if one is off by more than allowed and not known to be."""
+    print(f"{'run':<46}{'measured':>9}{'predicted':>10}{'error':>8}{'bound':>8}{'cohorts':>8}{'bound/measured':>15}")
+    status = 0
+    for point in calibration.points:
+        seconds = simulate(point, calibration.model, calibration.constants).seconds
+        error = seconds / point.seconds - 1
+        least = bound(point.load, stage_costs(calibration.model, point.split, calibration.constants.device))
+        mark = ""
+        if abs(error) > ALLOWED:
+            known = point.name in calibration.exceptions
+            mark = "  off, as known" if known else "  off"
+            status |= not known
+        print(
+            f"{point.name:<46}{point.seconds:>9.3f}{seconds:>10.3f}{100 * error:>+7.1f}%"
+            f"{least.seconds:>8.3f}{least.cohorts:>8}{100 * least.seconds / point.seconds:>14.0f}%{mark}"
+        )
+    return status
+
+
+def refit(calibration: Calibration) -> int:
+    """Fit, and write what was found where the constants are kept."""
+    content = json.loads(MEASURED.read_text())
+    content["constants"] = fit(calibration.points, calibration.model)
+    MEASURED.write_text(json.dumps(content, indent=1) + "\n")
+    print(json.dumps(content["constants"], indent=1))
+    print("Copy the device's part into scheduler_ext/stage_cost.py (H200): `vllm-handoff plan` uses it.")
+    return compare(Calibration.load())
+
+
+def one_load(text: str, stages: int, calibration: Calibration) -> int:
+    """Print what both policies make of a load."""
+    try:
+        requests, prompt, generated = (int(part) for part in text.replace("+", "x").split("x"))
+    except ValueError:
+        print(f"error: a load is written REQUESTSxPROMPT+GENERATED, such as 64x512+128, not {text!r}", file=sys.stderr)
+        return 1
+    apart = calibration.constants.host.admit
+    print(f"{'policy':<8}{'seconds':>9}{'tokens/s':>10}{'rounds':>8}{'empty':>7}{'gap p50 ms':>12}{'gap p99 ms':>12}")
+    for engine, name in (("mp", "vLLM"), ("handoff", "ours")):
+        pipeline = even_pipeline(engine, stages, calibration)
+        found = pipeline.run(Arrivals(burst(requests, prompt, generated, apart)))
+        gaps = found.gaps() or [0.0]
+        empty = sum(not made.rows for made in found.rounds)
+        print(
+            f"{name:<8}{found.seconds:>9.3f}{found.throughput:>10.0f}{len(found.rounds) - empty:>8}{empty:>7}"
+            f"{1000 * gaps[len(gaps) // 2]:>12.2f}{1000 * gaps[int(0.99 * len(gaps))]:>12.2f}"
+        )
+    least = bound((requests, prompt, generated), [stage.cost for stage in pipeline.stages])
+    print(f"bound   {least.seconds:>9.3f}  with {least.cohorts} cohorts, {least.prefill:.3f} s of it for the prompts")
+    return 0
