@@ -56,15 +56,49 @@ def complete(vllm_config: Any) -> None:
     """Fill in the worker and the scheduler, unless the user named them, and refuse what cannot run.
 
     Raises:
-        HandoffConfigError: the worker or scheduler that the user named cannot work.
+        HandoffConfigError: the worker or scheduler that the user named cannot
+            work, or the layers cannot be divided among the stages.
         UnsupportedFeatureError: the configuration asks for something this release does not run.
         SettingsError: additional_config["handoff"] has a setting that cannot be used.
     """
     check_supported(vllm_config)
+    _check_layers(vllm_config)
     settings = HandoffSettings.of(vllm_config)
     apply_layer_split(vllm_config, settings)
     _choose_worker(vllm_config)
     _choose_scheduler(vllm_config)
+
+
+def _check_layers(vllm_config: Any) -> None:
+    """Check that every stage gets a layer, before any worker is started.
+
+    vLLM notices some of this in a worker, and a stage without layers as a
+    division by zero when KV space is shared out.
+    """
+    import vllm.envs as envs
+
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1 or vllm_config.model_config is None:
+        return
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if stages > layers:
+        raise HandoffConfigError(
+            f"--pipeline-parallel-size {stages} is more than the model has layers ({layers}). "
+            f"Set it to {layers} at most."
+        )
+    partition = envs.VLLM_PP_LAYER_PARTITION
+    if partition is None:
+        return
+    try:
+        parts = [int(part) for part in partition.split(",")]
+    except ValueError:
+        parts = []
+    if len(parts) != stages or sum(parts) != layers or min(parts) < 1:
+        example = ",".join(["1"] * (stages - 1) + [str(layers - stages + 1)])
+        raise HandoffConfigError(
+            f"VLLM_PP_LAYER_PARTITION={partition!r} does not fit: {stages} stages need {stages} positive numbers "
+            f"that add up to the model's {layers} layers, for instance {example!r}."
+        )
 
 
 def _choose_worker(vllm_config: Any) -> None:
