@@ -68,7 +68,8 @@ class HandoffExecutor(Executor):
         return True
 
     def _init_executor(self) -> None:
-        parallel = self.parallel_config
+        # What the control plane keeps must not refer to this object, or it would live until exit.
+        vllm_config, parallel = self.vllm_config, self.parallel_config
         if parallel.nnodes > 1:
             raise ValueError(
                 f"vllm-handoff runs all workers on one host, and nnodes is {parallel.nnodes}; "
@@ -83,12 +84,12 @@ class HandoffExecutor(Executor):
 
         @contextmanager
         def start_environment(rank: int):  # type: ignore[no-untyped-def]
-            with environment(rank), numa_utils.configure_subprocess(self.vllm_config, rank, process_kind="worker"):
+            with environment(rank), numa_utils.configure_subprocess(vllm_config, rank, process_kind="worker"):
                 yield
 
         def build_kwargs(rank: int) -> dict[str, Any]:
             return {
-                "vllm_config": self.vllm_config,
+                "vllm_config": vllm_config,
                 "rank": rank,
                 "distributed_init_method": init_method,
                 "is_driver_worker": rank % parallel.tensor_parallel_size == 0,
@@ -96,7 +97,6 @@ class HandoffExecutor(Executor):
             }
 
         self._plane = ControlPlane(world_size, stage_size, build_vllm_worker, build_kwargs, context, start_environment)
-        # The finalizer must not refer to this object, or it would live until exit.
         self._finalizer = weakref.finalize(self, self._plane.close)
         if aiter_requires_tcp_store():
             init_method = get_distributed_init_method(get_loopback_ip(), get_open_port())
