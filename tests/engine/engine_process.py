@@ -8,6 +8,7 @@ of its own, with a hard limit on every step, and with nothing left afterwards.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import shutil
@@ -178,6 +179,9 @@ def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
                 answer = True, function(state, *args, **kwargs)
             except Exception:
                 answer = False, traceback.format_exc()
+            if not answer[0]:
+                # What failed is in cycles with its own traceback.
+                gc.collect()
             pipe.send(answer)
     except EOFError:
         pass  # the test process is gone
