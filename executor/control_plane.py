@@ -23,9 +23,9 @@ from vllm_handoff.executor import messages, pickling
 from vllm_handoff.executor.calls import CallFuture, CallTable
 from vllm_handoff.executor.channel import ControlChannel
 from vllm_handoff.executor.errors import ExecutorFailedError, WorkerStartError
-from vllm_handoff.executor.folder import ControlFolder
+from vllm_handoff.executor.folder import ControlFolder, remove_folder
 from vllm_handoff.executor.messages import ALL_RANKS, Call, Command, Failure, Ready, Shutdown
-from vllm_handoff.executor.supervisor import SETTLE_S, Evidence, Supervisor
+from vllm_handoff.executor.supervisor import REPORT_S, SETTLE_S, Evidence, Supervisor
 from vllm_handoff.worker.process import WorkerLaunch
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class ControlPlane:
             poller.register(source, zmq.POLLIN)
         settled_at: float | None = None
         while awaited:
-            timeout = None if settled_at is None else max(0, int((settled_at - time.monotonic()) * 1000))
+            timeout = None if settled_at is None else max(10, int((settled_at - time.monotonic()) * 1000))
             poller.poll(timeout)
             channel.welcome_workers()
             for rank, report, _ in channel.receive():
@@ -133,7 +133,8 @@ class ControlPlane:
                     poller.unregister(self._supervisor.processes[rank].sentinel)
             if self._evidence and settled_at is None:
                 settled_at = time.monotonic() + SETTLE_S
-            if settled_at is not None and time.monotonic() >= settled_at:
+            grace = REPORT_S if self._evidence.awaits_report() else 0
+            if settled_at is not None and time.monotonic() >= settled_at + grace:
                 raise WorkerStartError(f"The workers could not start: {self._evidence.cause()}")
 
     def send(
@@ -234,6 +235,9 @@ class ControlPlane:
         if self._closed:
             return
         self._evidence.exits.update(self._supervisor.exits())
+        self._calls.receive_until(
+            lambda: self._closed or not self._evidence.awaits_report(), time.monotonic() + REPORT_S
+        )
         for rank in self._supervisor.stopped():
             self._evidence.broken.append(
                 f"{self.describe_rank(rank)} is stopped by a signal (SIGSTOP) and answers nothing. "
@@ -244,6 +248,9 @@ class ControlPlane:
             self.failure = cause
             callback, self._on_failure = self._on_failure, None
         logger.error("The executor has failed: %s", cause)
+        # Now, because vLLM may kill this process as soon as its front end knows, and
+        # workers that have ended by themselves cannot do it. The sockets stay connected.
+        remove_folder(self.folder.path)
         self._calls.fail_all(cause)
         # The engine is told before the peers are ended, which takes a moment if they are stuck.
         if callback is not None:
