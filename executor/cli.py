@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "plan": "vllm_handoff.executor.plan",
     "simulate": "vllm_handoff.simulator.simulate",
     "timeline": "vllm_handoff.executor.timeline",
+    "stress": "vllm_handoff.stress.stress",
     "version": "vllm_handoff.executor.show_version",
 }
 

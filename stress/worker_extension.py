@@ -1,0 +1,140 @@
+"""What the stress harness adds to a worker: counts of its rounds, and faults on demand.
+
+vLLM mixes it into the worker class (`worker_extension_cls`). Importing it is
+also what makes the toy model known in a worker process. Nothing here is in use
+outside the harness.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+from vllm_handoff.scheduler_ext.manifest import Manifest, attach, manifest_of
+from vllm_handoff.stress import toy_model
+
+toy_model.register()
+
+
+class PlantedFault(RuntimeError):
+    """Raised on purpose by the stress harness."""
+
+
+class StressExtension:
+    """Methods that the harness calls on every rank. Their names must not be ones of vLLM's worker."""
+
+    def stress_begin(self) -> dict[str, Any]:
+        """Start counting; which process is this?"""
+        worker: Any = self
+        worker._stress = _Watch(worker)
+        return {"rank": worker.rank, "pid": os.getpid()}
+
+    def stress_counts(self) -> dict[str, int]:
+        """Counts of this rank's rounds since stress_begin."""
+        counts: dict[str, int] = self._stress.counts  # type: ignore[attr-defined]
+        return counts
+
+    def stress_arm(self, ranks: list[int], what: str) -> None:
+        """Let a fault happen on these ranks in the next round that it can happen in."""
+        worker: Any = self
+        if worker.rank in ranks:
+            worker._stress.arm(what)
+
+
+class _Watch:
+    """Stands between vLLM's wrapper and the worker's methods, on one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._execute, self._sample = worker.execute_model, worker.sample_tokens
+        self._armed: str | None = None
+        self._wait_rounds = 0
+        self.counts = {"rounds": 0, "handoffs": 0, "tokens": 0}
+        # As attributes of the object, they shadow the methods of its class.
+        worker.execute_model, worker.sample_tokens = self.execute_model, self.sample_tokens
+
+    def arm(self, what: str) -> None:
+        if what == "control":
+            _send_garbage()
+        else:
+            # Not in the very round that follows: several are in flight by then.
+            self._armed, self._wait_rounds = what, 3
+
+    def _due(self, *kinds: str) -> str | None:
+        if self._armed in kinds and self._wait_rounds <= 0:
+            what, self._armed = self._armed, None
+            return what
+        return None
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        manifest = manifest_of(scheduler_output)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        self.counts["rounds"] += 1
+        self.counts["tokens"] += tokens
+        self._wait_rounds -= 1
+        if manifest is not None and manifest.handoff:
+            self.counts["handoffs"] += 1
+            if self._due("manifest"):
+                self._disagree(scheduler_output, manifest)
+        if tokens and self._due("raise-forward"):
+            raise PlantedFault("raised by the stress harness in the forward of a round")
+        return self._execute(scheduler_output)
+
+    def _disagree(self, scheduler_output: Any, manifest: Manifest) -> None:
+        # Another round's number: what this stage sends is not what its peer expects.
+        import msgspec
+
+        attach(scheduler_output, msgspec.structs.replace(manifest, round=manifest.round + 1))
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        if self._due("raise-sample"):
+            raise PlantedFault("raised by the stress harness while a round is sampled")
+        output = self._sample(grammar_output)
+        if hasattr(output, "get_output") and (what := self._due(*_TAMPER)):
+            return _Tampered(output, what, rearm=self.arm)
+        return output
+
+
+class _Tampered:
+    """A round's output that is changed on its way to the host."""
+
+    def __init__(self, output: Any, what: str, rearm: Callable[[str], None]) -> None:
+        self._output = output
+        self._what = what
+        self._rearm = rearm
+
+    def get_output(self) -> Any:
+        output = self._output.get_output()
+        if not _TAMPER[self._what](output.sampled_token_ids):
+            # This round had nothing that could be changed so; try a later one.
+            self._rearm(self._what)
+        return output
+
+
+def _raise(rows: list) -> bool:
+    raise PlantedFault("raised by the stress harness while an output is copied")
+
+
+def _swap(rows: list) -> bool:
+    full = [index for index, row in enumerate(rows) if len(row)]
+    for one, other in zip(full, full[1:]):
+        if rows[one] != rows[other]:
+            rows[one], rows[other] = rows[other], rows[one]
+            return True
+    return False
+
+
+_TAMPER: dict[str, Callable[[list], bool]] = {"raise-output": _raise, "swapped": _swap}
+
+
+def _send_garbage() -> None:
+    """Send what is no message on this worker's own, trusted socket."""
+    from vllm_handoff.worker.control_link import ReportSocket
+
+    for found in gc.get_objects():
+        if isinstance(found, ReportSocket):
+            found._socket.send(b"\x93garbage")
+            return
+    raise RuntimeError("this worker has no report socket")
