@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
@@ -25,9 +26,10 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import set_multiprocessing_worker_envs
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from vllm_handoff.executor import plugin, stats
+from vllm_handoff.executor import board, plugin, stats
 from vllm_handoff.executor.control_plane import ControlPlane
 from vllm_handoff.executor.cpu_threads import worker_environment
+from vllm_handoff.executor.front_end import end_with_front_end
 from vllm_handoff.executor.logs import join_vllm_logging
 from vllm_handoff.executor.messages import ALL_RANKS
 from vllm_handoff.executor.rounds import RoundDispatcher
@@ -103,6 +105,7 @@ class HandoffExecutor(Executor):
         else:
             init_method = self._plane.folder.rendezvous
         self._log_start(world_size // stage_size)
+        end_with_front_end(self._plane.close)
         self._plane.start()
         self._plane.folder.unlink_shared_memory()
         # This process only schedules: threads of its own would compete with the workers.
@@ -115,8 +118,17 @@ class HandoffExecutor(Executor):
             samples,
             EMPTY_MODEL_RUNNER_OUTPUT,
             timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+            publish=self._open_board(),
+            depth=self.vllm_config.max_concurrent_batches,
         )
         self._stats_written = False
+
+    def _open_board(self) -> Callable[[RoundStats], None]:
+        """Where the counts of rounds go, readable from other processes."""
+        folder = self._plane.folder.path
+        writer = board.Board(Path(folder) / board.ENGINE_BOARD, RoundStats())
+        board.announce(folder, self.vllm_config.instance_id)
+        return writer.write
 
     def _log_start(self, stages: int) -> None:
         logger.info(
@@ -206,7 +218,11 @@ class HandoffExecutor(Executor):
         self.collective_rpc("check_health", timeout=_HEALTH_CHECK_S)
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
-        self._plane.register_failure_callback(callback)
+        def failed() -> None:
+            self._rounds.note_fault()
+            callback()
+
+        self._plane.register_failure_callback(failed)
 
     def stats(self) -> RoundStats:
         """Counts of the rounds so far."""

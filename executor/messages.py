@@ -28,6 +28,8 @@ TOKEN_BYTES = 32
 PROOF_BYTES = 32
 ALL_RANKS = -1
 NO_ROUND = -1
+# Exit status of a worker that has sent the Failure it ends for.
+REPORTED_EXIT = 70
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 ReplyRank = Annotated[int, msgspec.Meta(ge=ALL_RANKS, lt=1 << 16)]
@@ -59,7 +61,8 @@ class Round(_Message, frozen=True, tag="round"):
     dispatched leave gaps in `number`, so a worker cannot count on its own).
     `sampling`: "now" if no grammar can come and sampling follows the forward
     at once, "deferred" if a Sample message will follow, "none" if the forward's
-    result is the round's result (no tokens, or a pooling model).
+    result is the round's result (no tokens, or a pooling model). `sent_ns`: when
+    it was sent, by the machine's monotonic clock; 0 if nobody asked.
     """
 
     seq: Seq
@@ -69,6 +72,7 @@ class Round(_Message, frozen=True, tag="round"):
     payload_bytes: Size
     reply_rank: ReplyRank = ALL_RANKS
     manifest: Manifest | None = None
+    sent_ns: int = 0
 
 
 class Sample(_Message, frozen=True, tag="sample"):

@@ -22,6 +22,7 @@ def apply() -> None:
     _run_v2_without_triton()
     _complete_configuration()
     _set_depth()
+    _publish_metrics()
 
 
 def refuse(error: Exception) -> None:
@@ -208,3 +209,31 @@ def _set_depth() -> None:
         return property(_mark(max_concurrent_batches))
 
     _wrap(VllmConfig, "max_concurrent_batches", make)
+
+
+def _publish_metrics() -> None:
+    """Put our metrics on vLLM's /metrics.
+
+    Why: vLLM's plugin group for statistics cannot be limited to one executor:
+    a stat logger that is installed switches statistics on for all of them,
+    whatever --disable-log-stats says. (metrics.py has the other reason.)
+    How: when vLLM makes its own loggers, and for our executor alone, a
+    collector is registered beside them.
+    Can go: when vLLM asks an executor for its metrics.
+    """
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    from vllm_handoff.executor.configuration import uses_handoff
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, vllm_config, *args, **kwargs)
+            if uses_handoff(vllm_config.parallel_config):
+                from vllm_handoff.executor import metrics
+
+                metrics.publish(vllm_config)
+
+        return _mark(init)
+
+    _wrap(StatLoggerManager, "__init__", make)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -32,10 +33,19 @@ class RoundDispatcher:
         samples: False for a model whose forward is the result (pooling, encoder only).
         empty_output: what a round that is not dispatched gives.
         timeout: seconds for a round's reply.
+        publish: given the counts whenever they have changed; called on the fast path.
+        depth: rounds that may be in flight, for the counts.
     """
 
     def __init__(
-        self, plane: ControlPlane, output_rank: int, samples: bool, empty_output: Any, timeout: float | None
+        self,
+        plane: ControlPlane,
+        output_rank: int,
+        samples: bool,
+        empty_output: Any,
+        timeout: float | None,
+        publish: Callable[[RoundStats], None] = lambda stats: None,
+        depth: int = 0,
     ) -> None:
         self._plane = plane
         self._output_rank = output_rank
@@ -45,10 +55,11 @@ class RoundDispatcher:
         self._go_on = _completed(None)
         self._next_round = 0
         self._last_dispatched = NO_ROUND
-        self._in_flight = 0
         # The round that sample_tokens is about to be called for.
         self._unsampled: tuple[int, Sampling, Future] | None = None
-        self.stats = RoundStats()
+        self._publish = publish
+        self.stats = RoundStats(depth=depth)
+        publish(self.stats)
 
     def execute_model(self, scheduler_output: Any, aggregate: Callable[[list[Any]], Any] | None = None) -> Future:
         """Send a round to every worker.
@@ -75,6 +86,7 @@ class RoundDispatcher:
         if manifest is not None and not manifest.dispatch:
             manifests.attach(scheduler_output, manifest)
             self.stats.rounds_not_dispatched += 1
+            self._publish(self.stats)
             return self._empty
         sampling: Sampling = "none"
         if tokens and self._samples:
@@ -85,15 +97,17 @@ class RoundDispatcher:
             manifests.attach(scheduler_output, manifest)
         reply_rank = self._output_rank if aggregate is None else ALL_RANKS
         follows = self._last_dispatched
+        sent_ns = time.monotonic_ns()
 
         def combine(results: dict[int, Any]) -> Any:
-            self._in_flight -= 1
+            self.stats.answered(sent_ns, time.monotonic_ns())
+            self._publish(self.stats)
             if aggregate is not None:
                 return aggregate([results[rank] for rank in sorted(results)])
             return results[self._output_rank]
 
         future = self._plane.send(
-            lambda seq: Round(seq, number, follows, sampling, len(payload), reply_rank, manifest),
+            lambda seq: Round(seq, number, follows, sampling, len(payload), reply_rank, manifest, sent_ns),
             payload,
             label=f"round {number}",
             reply_rank=reply_rank,
@@ -102,7 +116,7 @@ class RoundDispatcher:
             is_round=True,
         )
         self._last_dispatched = number
-        self._count(tokens, handoff=manifest is not None and manifest.handoff)
+        self._count(tokens, manifest, sent_ns)
         if sampling == "none":
             return future
         self._unsampled = (number, sampling, future)
@@ -127,14 +141,19 @@ class RoundDispatcher:
             )
         return future
 
-    def _count(self, tokens: int, handoff: bool) -> None:
-        self.stats.rounds += 1
-        self._in_flight += 1
-        self.stats.max_in_flight = max(self.stats.max_in_flight, self._in_flight)
-        if handoff:
+    def note_fault(self) -> None:
+        """The executor has failed."""
+        self.stats.faults += 1
+        self._publish(self.stats)
+
+    def _count(self, tokens: int, manifest: manifests.Manifest | None, sent_ns: int) -> None:
+        self.stats.sent(sent_ns)
+        if manifest is not None and manifest.handoff:
             self.stats.handoffs += 1
+            self.stats.handoff_bytes += 8 * manifest.payload_size
         elif tokens:
             self.stats.handoffs_not_needed += 1
+        self._publish(self.stats)
 
 
 def _completed(result: Any) -> Future:

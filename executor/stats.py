@@ -1,4 +1,4 @@
-"""Counts of what the executor has done, for tests, benchmarks and dashboards."""
+"""Counts of what the executor has done, for tests, benchmarks, metrics and dashboards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 import msgspec
 
 STATS_FILE_VARIABLE = "VLLM_HANDOFF_STATS_FILE"
+# Rounds in flight, and none completed for so long: a stall. A long prefill takes a second or two.
+STALL_NS = 10_000_000_000
 
 
 class RoundStats(msgspec.Struct):
-    """Counts since the executor started.
+    """Counts since the executor started. All are integers: they are put on a board (see board.py).
 
     Attributes:
         rounds: rounds sent to the workers.
@@ -20,6 +22,14 @@ class RoundStats(msgspec.Struct):
         handoffs: rounds whose sampled tokens are transferred.
         handoffs_not_needed: rounds with tokens whose samples no later round reads.
         tokens: tokens scheduled, over all rounds.
+        completed: rounds whose output has come back.
+        in_flight: rounds sent and not yet answered.
+        depth: rounds that may be in flight.
+        handoff_bytes: size of the handoffs, to each receiving worker.
+        round_ns: time from sending to output, over all completed rounds.
+        stalls: times that no round in flight completed for STALL_NS and one did in the end.
+        faults: failures that ended the executor.
+        progress_ns: when rounds last advanced, by the machine's monotonic clock.
     """
 
     rounds: int = 0
@@ -28,6 +38,36 @@ class RoundStats(msgspec.Struct):
     handoffs: int = 0
     handoffs_not_needed: int = 0
     tokens: int = 0
+    completed: int = 0
+    in_flight: int = 0
+    depth: int = 0
+    handoff_bytes: int = 0
+    round_ns: int = 0
+    stalls: int = 0
+    faults: int = 0
+    progress_ns: int = 0
+
+    def sent(self, now: int) -> None:
+        """A round was sent at `now`."""
+        self.rounds += 1
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        if self.in_flight == 1:
+            # The pipeline was empty: what it did not do before is no lack of progress.
+            self.progress_ns = now
+
+    def answered(self, sent_ns: int, now: int) -> None:
+        """The output of a round that was sent at `sent_ns` came at `now`."""
+        if self.quiet_ns(now) > STALL_NS:
+            self.stalls += 1
+        self.completed += 1
+        self.in_flight -= 1
+        self.round_ns += now - sent_ns
+        self.progress_ns = now
+
+    def quiet_ns(self, now: int) -> int:
+        """For how long rounds in flight have not advanced; 0 without any."""
+        return max(0, now - self.progress_ns) if self.in_flight else 0
 
 
 def write_if_asked(stats: RoundStats) -> None:

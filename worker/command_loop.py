@@ -14,6 +14,7 @@ from vllm_handoff.executor.errors import ProtocolError
 from vllm_handoff.executor.messages import (
     ALL_RANKS,
     NO_ROUND,
+    REPORTED_EXIT,
     Call,
     Command,
     Failure,
@@ -28,6 +29,7 @@ from vllm_handoff.executor.messages import (
 from vllm_handoff.scheduler_ext import manifest
 from vllm_handoff.worker.control_link import ControlLink, ReportSocket
 from vllm_handoff.worker.output_thread import OutputThread
+from vllm_handoff.worker.work_clock import WorkClock
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +43,14 @@ class CommandLoop:
         worker: has execute_model, sample_tokens and the methods that calls name.
         link: the worker's end of the control plane.
         rank: the worker's rank.
+        clock: told when commands come and end.
     """
 
-    def __init__(self, worker: Any, link: ControlLink, rank: int) -> None:
+    def __init__(self, worker: Any, link: ControlLink, rank: int, clock: WorkClock) -> None:
         self._worker = worker
         self._link = link
         self._rank = rank
+        self._clock = clock
         self._next_seq = 0
         self._last_round = NO_ROUND
         # The round whose forward is done and whose grammar has yet to come, with the forward's result.
@@ -60,6 +64,8 @@ class CommandLoop:
         try:
             while True:
                 command, payload = self._link.receive()
+                is_round = isinstance(command, Round)
+                self._clock.begin(command.sent_ns if isinstance(command, Round) else 0)
                 if isinstance(command, Welcome) or command.seq != self._next_seq:
                     found = "a welcome" if isinstance(command, Welcome) else f"command {command.seq}"
                     raise ProtocolError(f"{found} arrived where command {self._next_seq} was due.")
@@ -67,6 +73,7 @@ class CommandLoop:
                 if isinstance(command, Shutdown):
                     return
                 self._serve(command, payload)
+                self._clock.end(is_round)
         finally:
             self._close_outputs()
 
@@ -206,4 +213,4 @@ class CommandLoop:
         logger.exception("Round %d failed in %s on rank %d.", number, phase, self._rank)
         reports.close(linger_s=2)
         logging.shutdown()
-        os._exit(1)
+        os._exit(REPORTED_EXIT)

@@ -15,11 +15,13 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn
 
+from vllm_handoff.executor.board import Board, WorkerCounts, worker_board
 from vllm_handoff.executor.folder import remove_folder
-from vllm_handoff.executor.messages import Failure, Ready, clip
+from vllm_handoff.executor.messages import REPORTED_EXIT, Failure, Ready, clip
 from vllm_handoff.worker.command_loop import CommandLoop
 from vllm_handoff.worker.control_link import ControlLink
 from vllm_handoff.worker.parent_watch import watch_parent
+from vllm_handoff.worker.work_clock import WorkClock
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +76,10 @@ def worker_main(launch: WorkerLaunch) -> None:
         except Exception as error:
             logger.exception("Worker %d failed to start.", launch.rank)
             _report_and_exit(link, "start", error)
+        board = Board(worker_board(launch.folder, launch.rank), WorkerCounts())
         link.reports.send(Ready())
         try:
-            CommandLoop(worker, link, launch.rank).run()
+            CommandLoop(worker, link, launch.rank, WorkClock(board.write)).run()
         except Exception as error:
             logger.exception("Worker %d lost its control plane.", launch.rank)
             _report_and_exit(link, "control plane", error)
@@ -115,7 +118,7 @@ def _report_and_exit(link: ControlLink, where: str, error: BaseException) -> NoR
     )
     link.reports.send(failure)
     link.close(linger_s=2)
-    _exit_now(1)
+    _exit_now(REPORTED_EXIT)
 
 
 def _install_signal_handlers() -> None:

@@ -42,10 +42,10 @@ class StageLinks:
         warm_up(handoff_group, [(ranks[-1], ranks[s]) for s in receivers], device)
 
         if pp.is_last_rank:
-            peers = [Peer(handoff_group, ranks[s], s) for s in receivers]
+            peers = [Peer(handoff_group, ranks[s], s, "handoff") for s in receivers]
             self._handler.sender = HandoffSender(peers, device)
         elif stage in receivers:
-            sender = Peer(handoff_group, ranks[-1], stages - 1)
+            sender = Peer(handoff_group, ranks[-1], stages - 1, "handoff")
             self._handler.receiver = HandoffReceiver(sender, device, stage, runner.req_states.req_id_to_index.get)
 
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens

@@ -9,11 +9,14 @@ nothing before.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from vllm_handoff.worker.work_clock import waited_ns
 
 
 class TransferError(RuntimeError):
@@ -28,6 +31,7 @@ class Peer:
             pair up by order.
         rank: the peer's global rank.
         stage: the peer's stage, for error messages.
+        link: what the link is for, to tell waiting times apart.
     """
 
     # gloo's handles learn of completion only in wait(). A receiver takes what was
@@ -35,10 +39,13 @@ class Peer:
     # many back costs nothing; the bound keeps handles from piling up.
     MOST_UNDER_WAY = 16
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, stage: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, stage: int, link: Literal["hop", "handoff"] = "hop"
+    ) -> None:
         self.group = group
         self.rank = rank
         self.stage = stage
+        self.link = link
         # A tensor must outlive its send: kept with the handle until the transfer is over.
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -61,16 +68,16 @@ class Peer:
             handle = dist.irecv(tensor, src=self.rank, group=self.group)
         except RuntimeError as error:
             raise TransferError(f"{what}: receiving from stage {self.stage} failed: {error}") from error
-        return PendingReceive(handle, what, self.stage)
+        return PendingReceive(handle, what, self)
 
 
 class PendingReceive:
     """A posted receive."""
 
-    def __init__(self, handle: Any, what: str, stage: int) -> None:
+    def __init__(self, handle: Any, what: str, peer: Peer) -> None:
         self._handle = handle
         self._what = what
-        self._stage = stage
+        self._peer = peer
 
     def wait(self) -> None:
         """Order what follows after the arrival: on the current stream (NCCL) or on the host (gloo).
@@ -78,10 +85,12 @@ class PendingReceive:
         Raises:
             TransferError: the peer is gone or the transfer timed out.
         """
+        begin = time.monotonic_ns()
         try:
             self._handle.wait()
         except RuntimeError as error:
-            raise TransferError(f"{self._what}: receiving from stage {self._stage} failed: {error}") from error
+            raise TransferError(f"{self._what}: receiving from stage {self._peer.stage} failed: {error}") from error
+        waited_ns[self._peer.link] += time.monotonic_ns() - begin
 
 
 def warm_up(group: dist.ProcessGroup, pairs: list[tuple[int, int]], device: torch.device) -> None:

@@ -1,0 +1,131 @@
+"""Boards: what each process of an engine has done so far, in memory that others may read at any time.
+
+The engine's process counts rounds, and each worker its own time; metrics are
+served by the API server's process. Nothing is sent between them. Each writer
+keeps its numbers in a small mapped file in the executor's private folder, and
+whoever wants to know looks. So a round costs its writers a microsecond and the
+readers nothing; the numbers stay readable when the engine is stuck, which is
+when they matter most; and after its end the reader's mapping still holds the
+last ones, although the folder is gone.
+
+vLLM's own statistics could carry a few numbers along, but only from the engine
+and only with a round's output: an engine that is stuck would say nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+ENGINE_BOARD = "engine.board"
+_WORKER_BOARD = "rank-{}.board"
+_BASE_PREFIX = "vllm-handoff-"
+# Named after the engine, so that a reader that knows the engine's configuration finds the folder.
+_READS = 10
+_MARKER = "instance-{}"
+
+
+class WorkerCounts(msgspec.Struct):
+    """What one worker has done, in rounds and in ns of the machine's monotonic clock.
+
+    Times are the host's. With gloo the host waits for transfers itself; with
+    NCCL the device does, and the host's wait is next to nothing.
+
+    Attributes:
+        rounds: rounds run.
+        working: 1 while a command is served, 0 while the next is awaited.
+        since_ns: when that began.
+        busy_ns: time that commands took, less what was spent waiting for transfers.
+        idle_ns: time without a command.
+        hop_wait_ns: time that the host waited for hidden states.
+        handoff_wait_ns: time that the host waited for sampled tokens.
+        deliveries: rounds that arrived while this worker was idle.
+        delivery_ns: how long these took from the engine to here.
+    """
+
+    rounds: int = 0
+    working: int = 0
+    since_ns: int = 0
+    busy_ns: int = 0
+    idle_ns: int = 0
+    hop_wait_ns: int = 0
+    handoff_wait_ns: int = 0
+    deliveries: int = 0
+    delivery_ns: int = 0
+
+
+class Board:
+    """The writer's end. Every field is an int64, written alone, so a reader never sees half a number.
+
+    It could see one field newer than another, and reads again if so.
+    """
+
+    def __init__(self, path: Path, counts: msgspec.Struct) -> None:
+        self._layout = _layout(type(counts))
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, self._layout.size)
+            self._memory = mmap.mmap(fd, self._layout.size)
+        finally:
+            os.close(fd)
+        self.write(counts)
+
+    def write(self, counts: msgspec.Struct) -> None:
+        self._layout.pack_into(self._memory, 0, *msgspec.structs.astuple(counts))
+
+
+_Counts = TypeVar("_Counts", bound=msgspec.Struct)
+
+
+class BoardReader(Generic[_Counts]):
+    """A reader's end; goes on reading the last numbers after the writer is gone.
+
+    Raises:
+        OSError: there is no such board.
+        ValueError: it is not a board of this type.
+    """
+
+    def __init__(self, path: Path, counts: type[_Counts]) -> None:
+        self._type = counts
+        self._layout = _layout(counts)
+        with path.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(self._memory) != self._layout.size:
+            raise ValueError(f"{path} has {len(self._memory)} bytes, {self._layout.size} were expected")
+
+    def read(self) -> _Counts:
+        before = self._layout.unpack_from(self._memory)
+        for _ in range(_READS):
+            # Twice the same: no write was under way.
+            if (values := self._layout.unpack_from(self._memory)) == before:
+                break
+            before = values
+        return self._type(*before)
+
+
+def _layout(counts: type[msgspec.Struct]) -> struct.Struct:
+    return struct.Struct(f"{len(counts.__struct_fields__)}q")
+
+
+def worker_board(folder: str, rank: int) -> Path:
+    return Path(folder) / _WORKER_BOARD.format(rank)
+
+
+def announce(folder: str, instance: str) -> None:
+    """Make the boards in `folder` findable as those of the engine `instance`."""
+    (Path(folder) / _MARKER.format(instance)).touch(mode=0o600)
+
+
+def find_folder(instance: str) -> Path | None:
+    """The folder of the engine `instance` of this user, None if it has none (yet)."""
+    for base in {tempfile.gettempdir(), "/tmp"}:
+        for marker in Path(base).glob(f"{_BASE_PREFIX}*/{_MARKER.format(instance)}"):
+            if marker.parent.stat().st_uid == os.getuid():
+                return marker.parent
+    return None

@@ -1,0 +1,171 @@
+"""Prometheus metrics on vLLM's own /metrics, with the prefix `vllm_handoff_`.
+
+A collector in the API server's process looks at the engine's boards whenever
+somebody asks for metrics; nothing happens between. vLLM's own interface for
+statistics, the plugin group `vllm.stat_logger_plugins`, does not do: an
+installed stat logger switches statistics on for every engine, also under
+--disable-log-stats and with other executors, and it is called only when a
+round's output arrives, so that an engine that is stuck would look healthy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm_handoff.executor.board import ENGINE_BOARD, BoardReader, WorkerCounts, find_folder, worker_board
+from vllm_handoff.executor.stats import STALL_NS, RoundStats
+
+# name, help, field of RoundStats: counters get "_total" from the Prometheus client.
+_COUNTERS = (
+    ("rounds", "Rounds sent to the workers.", "rounds"),
+    ("rounds_completed", "Rounds whose output has come back.", "completed"),
+    ("rounds_not_dispatched", "Rounds without work for any worker.", "rounds_not_dispatched"),
+    ("handoffs", "Rounds whose sampled tokens go from the last stage to the first.", "handoffs"),
+    ("handoffs_skipped", "Rounds with tokens whose samples no later round reads.", "handoffs_not_needed"),
+    ("handoff_bytes", "Bytes handed off, to each receiving worker.", "handoff_bytes"),
+    ("scheduled_tokens", "Tokens scheduled, prompts included.", "tokens"),
+    ("faults", "Failures that ended the executor.", "faults"),
+)
+_GAUGES = (
+    ("rounds_in_flight", "Rounds sent and not yet answered.", "in_flight"),
+    ("rounds_in_flight_max", "The most rounds in flight at once since the start.", "max_in_flight"),
+    ("depth", "Rounds that may be in flight.", "depth"),
+)
+_NS = 1e-9
+
+
+class HandoffCollector:
+    """Reads the boards of one engine.
+
+    Args:
+        instance: the engine's vllm_config.instance_id.
+        ranks_per_stage: workers a stage.
+        ranks: workers in all.
+        labels: names and values that every metric carries.
+    """
+
+    def __init__(self, instance: str, ranks: int, ranks_per_stage: int, labels: dict[str, str]) -> None:
+        self._instance = instance
+        self._ranks = ranks
+        self._ranks_per_stage = ranks_per_stage
+        self._names = list(labels)
+        self._values = list(labels.values())
+        self._engine: BoardReader[RoundStats] | None = None
+        self._workers: list[BoardReader[WorkerCounts]] = []
+
+    def _open(self) -> bool:
+        """Whether the boards are there. Workers make theirs before the engine says that it is ready."""
+        if self._engine is not None:
+            return True
+        folder = find_folder(self._instance)
+        if folder is None:
+            return False
+        try:
+            workers = [BoardReader(worker_board(str(folder), rank), WorkerCounts) for rank in range(self._ranks)]
+            self._engine = BoardReader(folder / ENGINE_BOARD, RoundStats)
+        except (OSError, ValueError):
+            return False
+        self._workers = workers
+        return True
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing, so that registering does not collect."""
+        return ()
+
+    def collect(self) -> Iterator[Any]:
+        if not self._open():
+            return
+        assert self._engine is not None
+        now = time.monotonic_ns()
+        yield from self._engine_metrics(self._engine.read(), now)
+        yield from self._worker_metrics([board.read() for board in self._workers], now)
+
+    def _engine_metrics(self, stats: RoundStats, now: int) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+
+        for name, text, field in _COUNTERS:
+            counter = CounterMetricFamily(f"vllm_handoff_{name}", text, labels=self._names)
+            counter.add_metric(self._values, getattr(stats, field))
+            yield counter
+        quiet = stats.quiet_ns(now)
+        stalled = quiet > STALL_NS
+        stalls = CounterMetricFamily(
+            "vllm_handoff_stalls",
+            f"Times that rounds were in flight and none completed for {STALL_NS * _NS:g} s.",
+            labels=self._names,
+        )
+        stalls.add_metric(self._values, stats.stalls + stalled)
+        yield stalls
+        for name, text, value in (
+            *((name, text, float(getattr(stats, field))) for name, text, field in _GAUGES),
+            (
+                "seconds_without_progress",
+                "Seconds since the rounds in flight last advanced; 0 without any.",
+                quiet * _NS,
+            ),
+            ("stalled", "1 while the engine is alive but its rounds do not advance.", float(stalled)),
+        ):
+            gauge = GaugeMetricFamily(f"vllm_handoff_{name}", text, labels=self._names)
+            gauge.add_metric(self._values, value)
+            yield gauge
+        seconds = SummaryMetricFamily(
+            "vllm_handoff_round_seconds", "From a round's sending to its output.", labels=self._names
+        )
+        seconds.add_metric(self._values, count_value=stats.completed, sum_value=stats.round_ns * _NS)
+        yield seconds
+
+    def _worker_metrics(self, workers: list[WorkerCounts], now: int) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, SummaryMetricFamily
+
+        names = [*self._names, "stage", "rank"]
+        rounds = CounterMetricFamily("vllm_handoff_stage_rounds", "Rounds that a worker has run.", labels=names)
+        busy = CounterMetricFamily(
+            "vllm_handoff_stage_busy_seconds",
+            "Time that a worker's host spent on commands, without waiting for transfers.",
+            labels=names,
+        )
+        waiting = CounterMetricFamily(
+            "vllm_handoff_stage_waiting_seconds",
+            "Time that a worker's host waited for a command, for hidden states (hop) or for sampled tokens (handoff).",
+            labels=[*names, "reason"],
+        )
+        delivery = SummaryMetricFamily(
+            "vllm_handoff_control_plane_seconds",
+            "From the engine's sending of a round to a worker that was waiting for it.",
+            labels=names,
+        )
+        for rank, counts in enumerate(workers):
+            values = [*self._values, str(rank // self._ranks_per_stage), str(rank)]
+            rounds.add_metric(values, counts.rounds)
+            busy.add_metric(values, counts.busy_ns * _NS)
+            # A wait that goes on belongs to the sum, or it would show only once it is over. (A command
+            # under way does not: part of it may turn out to be waiting, and counters never go back.)
+            idle = counts.idle_ns + (0 if counts.working else max(0, now - counts.since_ns))
+            for reason, waited in (
+                ("command", idle),
+                ("hop", counts.hop_wait_ns),
+                ("handoff", counts.handoff_wait_ns),
+            ):
+                waiting.add_metric([*values, reason], waited * _NS)
+            delivery.add_metric(values, count_value=counts.deliveries, sum_value=counts.delivery_ns * _NS)
+        yield from (rounds, busy, waiting, delivery)
+
+
+def publish(vllm_config: Any) -> None:
+    """Put an engine's metrics into this process's Prometheus registry, in place of an earlier engine's."""
+    from prometheus_client import REGISTRY
+
+    for collector in list(REGISTRY._collector_to_names):
+        if isinstance(collector, HandoffCollector):
+            REGISTRY.unregister(collector)
+    parallel = vllm_config.parallel_config
+    REGISTRY.register(
+        HandoffCollector(
+            vllm_config.instance_id,
+            parallel.world_size,
+            parallel.tensor_parallel_size * parallel.prefill_context_parallel_size,
+            {"model_name": vllm_config.model_config.served_model_name, "engine": "0"},
+        )
+    )

@@ -1,0 +1,133 @@
+"""Boards and the metrics made of them: what is written in one process is what another reads."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_handoff.executor import board, metrics
+from vllm_handoff.executor.board import Board, BoardReader, WorkerCounts
+from vllm_handoff.executor.stats import STALL_NS, RoundStats
+from vllm_handoff.worker import work_clock
+from vllm_handoff.worker.work_clock import WorkClock
+
+
+def test_a_reader_sees_what_was_written_last_and_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "board"
+    counts = RoundStats(depth=4)
+    writer = Board(path, counts)
+    reader = BoardReader(path, RoundStats)
+    counts.sent(1)
+    writer.write(counts)
+    path.unlink()
+    assert reader.read() == counts and reader.read().in_flight == 1
+    assert path.stat().st_mode & 0o77 == 0 if path.exists() else True
+
+
+def test_a_board_of_another_type_is_refused(tmp_path: Path) -> None:
+    Board(tmp_path / "board", WorkerCounts())
+    with pytest.raises(ValueError, match="expected"):
+        BoardReader(tmp_path / "board", RoundStats)
+
+
+def test_writing_costs_next_to_nothing(tmp_path: Path) -> None:
+    writer, counts = Board(tmp_path / "board", RoundStats()), RoundStats()
+    start = time.perf_counter()
+    for _ in range(10000):
+        writer.write(counts)
+    # Measured: 1 us. The bound only catches a system call that sneaks in, on a busy machine.
+    assert (time.perf_counter() - start) / 10000 < 50e-6
+
+
+def test_a_stall_is_counted_once_and_idleness_is_none() -> None:
+    stats = RoundStats()
+    assert stats.quiet_ns(10**15) == 0
+    stats.sent(10**15)
+    assert stats.quiet_ns(10**15 + 5) == 5
+    stats.answered(10**15, 10**15 + 2 * STALL_NS)
+    stats.sent(10**16)
+    stats.answered(10**16, 10**16 + 7)
+    assert (stats.stalls, stats.completed, stats.in_flight) == (1, 2, 0)
+    assert stats.round_ns == 2 * STALL_NS + 7
+
+
+def test_a_worker_tells_work_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000
+    monkeypatch.setattr(work_clock.time, "monotonic_ns", lambda: now)
+    monkeypatch.setattr(work_clock, "waited_ns", {"hop": 0, "handoff": 0})
+    clock = WorkClock()
+    now = 1100
+    clock.begin(sent_ns=1090)  # it was waiting: the way took 10
+    now = 1180
+    work_clock.waited_ns["hop"] = 30
+    clock.end(is_round=True)
+    now = 1185
+    clock.begin(sent_ns=1150)  # sent while it worked: says nothing of the way
+    assert msgspec.structs.asdict(clock.counts) == {
+        "rounds": 1,
+        "working": 1,
+        "since_ns": 1185,
+        "busy_ns": 50,
+        "idle_ns": 105,
+        "hop_wait_ns": 30,
+        "handoff_wait_ns": 0,
+        "deliveries": 1,
+        "delivery_ns": 10,
+    }
+
+
+def _samples(collector: metrics.HandoffCollector) -> dict[str, Any]:
+    return {
+        sample.name.removeprefix("vllm_handoff_") + "".join(sample.labels.get(k, "") for k in ("rank", "reason")): (
+            sample.value
+        )
+        for metric in collector.collect()
+        for sample in metric.samples
+    }
+
+
+def test_the_collector_reads_the_boards_of_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board.tempfile, "gettempdir", lambda: str(tmp_path))
+    collector = metrics.HandoffCollector("4711", ranks=2, ranks_per_stage=1, labels={"model_name": "m", "engine": "0"})
+    assert _samples(collector) == {}
+    folder = tmp_path / "vllm-handoff-abc"
+    folder.mkdir()
+    now = time.monotonic_ns()
+    for rank in range(2):
+        Board(board.worker_board(str(folder), rank), WorkerCounts(rounds=3, since_ns=now - 10**9))
+    stats = RoundStats(rounds=5, completed=3, in_flight=2, depth=4, handoff_bytes=80, progress_ns=now - 2 * STALL_NS)
+    Board(folder / board.ENGINE_BOARD, stats)
+    board.announce(str(folder), "4711")
+    found = _samples(collector)
+    assert (found["rounds_total"], found["rounds_in_flight"], found["handoff_bytes_total"]) == (5, 2, 80)
+    # Alive but not advancing.
+    assert found["stalled"] == 1 and found["stalls_total"] == 1 and found["seconds_without_progress"] >= 20
+    assert found["stage_rounds_total1"] == 3 and 1 <= found["stage_waiting_seconds_total0command"] < 60
+
+
+def test_another_executor_gets_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    from vllm_handoff.executor import plugin
+
+    plugin.register()
+    published: list[Any] = []
+    monkeypatch.setattr(metrics, "publish", published.append)
+
+    class Config:
+        def __init__(self, backend: str) -> None:
+            self.parallel_config = type("Parallel", (), {"distributed_executor_backend": backend})()
+
+    # The loggers themselves need a whole configuration: here they may fail before, never after, our part.
+    wrapped = StatLoggerManager.__init__
+    original = wrapped.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(original, "__code__", (lambda self, vllm_config, *a, **k: None).__code__)
+    for backend in ("mp", "ray", "vllm_handoff.executor.HandoffExecutor"):
+        wrapped(object.__new__(StatLoggerManager), Config(backend))
+    assert [config.parallel_config.distributed_executor_backend for config in published] == [
+        "vllm_handoff.executor.HandoffExecutor"
+    ]
