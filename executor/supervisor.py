@@ -14,7 +14,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from vllm_handoff.executor.messages import Failure
+from vllm_handoff.executor.messages import REPORTED_EXIT, Failure
 from vllm_handoff.worker.process import WorkerLaunch, worker_main
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 # dies makes its peers fail within milliseconds, and their error ("connection
 # closed by peer") must not be taken for the cause.
 SETTLE_S = 0.3
+# How long a report may take that is known to be under way.
+REPORT_S = 5.0
 TERMINATE_S = 1.0
 _TICK_S = 2.0
 
@@ -33,11 +35,17 @@ class Evidence:
     def __init__(self, describe_rank: Callable[[int], str]) -> None:
         self._describe_rank = describe_rank
         self.reports: list[tuple[int, Failure]] = []
-        self.exits: dict[int, str] = {}
+        # Exit codes by rank, as multiprocessing gives them.
+        self.exits: dict[int, int | None] = {}
         self.broken: list[str] = []
 
     def __bool__(self) -> bool:
         return bool(self.reports or self.exits or self.broken)
+
+    def awaits_report(self) -> bool:
+        """Whether a worker has exited that has sent a report, and it is still under way."""
+        reporters = {rank for rank, _ in self.reports}
+        return any(code == REPORTED_EXIT and rank not in reporters for rank, code in self.exits.items())
 
     def cause(self) -> str:
         """The root cause in words, with what else failed.
@@ -46,7 +54,7 @@ class Evidence:
         Then the earliest report, then what the executor itself found.
         """
         reporters = {rank for rank, _ in self.reports}
-        silent = [(rank, how) for rank, how in self.exits.items() if rank not in reporters]
+        silent = [(rank, describe_exit(code)) for rank, code in self.exits.items() if rank not in reporters]
         reports = sorted(self.reports, key=lambda entry: entry[1].at)
         lines = [
             f"{self._describe_rank(rank)} {how} without a report. Look for its last log lines, the kernel's "
@@ -110,14 +118,14 @@ class Supervisor:
     def sentinels(self) -> list[int]:
         return [process.sentinel for process in self.processes]
 
-    def exits(self) -> dict[int, str]:
-        """The processes that have ended, as rank to how."""
+    def exits(self) -> dict[int, int | None]:
+        """The exit codes of the processes that have ended, by rank."""
         ended = multiprocessing.connection.wait(self.sentinels, timeout=0)
-        found = {}
+        found: dict[int, int | None] = {}
         for rank, process in enumerate(self.processes):
             if process.sentinel in ended:
                 process.join(timeout=1)
-                found[rank] = describe_exit(process.exitcode)
+                found[rank] = process.exitcode
         return found
 
     def stopped(self) -> list[int]:

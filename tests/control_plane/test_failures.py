@@ -12,7 +12,7 @@ import pytest
 
 from fake_worker import MARK, SchedulerOutput, control_plane, is_running, rounds, wait_for
 from vllm_handoff.executor.errors import ExecutorFailedError
-from vllm_handoff.executor.messages import Failure
+from vllm_handoff.executor.messages import REPORTED_EXIT, Failure
 from vllm_handoff.executor.rounds import RoundDispatcher
 from vllm_handoff.executor.supervisor import Evidence, describe_exit
 
@@ -149,16 +149,24 @@ def test_the_earliest_report_is_the_cause() -> None:
         (0, failure("round 8", at=20, error="connection closed by peer")),
         (1, failure("round 7", at=10)),
     ]
-    evidence.exits = {0: "exited with code 1", 1: "exited with code 1"}
+    evidence.exits = {0: REPORTED_EXIT, 1: REPORTED_EXIT}
     cause = evidence.cause()
     assert cause.startswith("round 7 failed in execute_model on rank 1: ValueError: x\nTraceback of round 7")
     assert "Also: round 8 failed in execute_model on rank 0: connection closed by peer" in cause
 
 
+def test_an_exit_after_a_report_waits_for_the_report() -> None:
+    evidence = Evidence(lambda rank: f"rank {rank}")
+    evidence.exits = {0: REPORTED_EXIT}
+    assert evidence.awaits_report()
+    evidence.reports = [(0, failure("round 8", at=20))]
+    assert not evidence.awaits_report()
+
+
 def test_a_silent_death_comes_before_what_its_peers_report() -> None:
     evidence = Evidence(lambda rank: f"rank {rank}")
     evidence.reports = [(0, failure("round 8", at=20, error="connection closed by peer"))]
-    evidence.exits = {1: "was killed by SIGKILL"}
+    evidence.exits = {1: -9, 0: REPORTED_EXIT}
     assert evidence.cause().startswith("rank 1 was killed by SIGKILL without a report")
 
 
