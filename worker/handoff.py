@@ -7,7 +7,7 @@ place, its size and the round that applies it come from the manifest alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,10 @@ import torch
 
 from vllm_handoff.scheduler_ext.manifest import HEADER_SIZE, Manifest
 from vllm_handoff.worker.transfer import Peer, TransferError
+
+# Generations that no request has: of a free slot, and of a row that nobody will read.
+_FREE = -1
+_NOBODY = -2
 
 
 class HandoffMismatchError(TransferError):
@@ -133,33 +137,60 @@ class HandoffSender:
             peer.send(payload, f"round {manifest.round}, handoff")
 
 
+class _Announced(NamedTuple):
+    """A handoff under way to this stage."""
+
+    manifest: Manifest
+    slots: np.ndarray  # int64 [rows], each row's request slot when its round ran here
+    generations: np.ndarray  # int64 [rows], each row's generation; -1 for a row that feeds nothing
+
+
 class HandoffReceiver:
-    """A receiving stage's end: keeps the manifests of handoffs under way, and applies them when a manifest needs them.
+    """A receiving stage's end: keeps what is under way, and applies it when a manifest needs it.
+
+    A row is known by its slot and generation: a slot holds one life of a
+    request at a time, and a generation is never used twice by one slot.
 
     Args:
-        slot_of: the request slot of an id, or None if the stage does not hold it.
+        num_slots: request slots of this stage.
     """
 
-    def __init__(self, sender: Peer, device: torch.device, stage: int, slot_of: Callable[[str], int | None]) -> None:
+    def __init__(self, sender: Peer, device: torch.device, stage: int, num_slots: int) -> None:
         self._sender = sender
         self._device = device
-        self._slot_of = slot_of
-        self._generation: dict[str, int] = {}
-        self._announced: deque[Manifest] = deque()
+        self._generation = np.full(num_slots, _FREE, dtype=np.int64)
+        self._under_way: deque[_Announced] = deque()
         self.header_check = HeaderCheck(device, stage)
 
-    def admit(self, req_ids: Iterable[str], generation: int) -> None:
-        """Requests that a round handed to this stage begin a new life here."""
-        for req_id in req_ids:
-            self._generation[req_id] = generation
+    def admit(self, slots: Sequence[int], generation: int) -> None:
+        """Requests that a round handed to this stage begin a life in these slots."""
+        self._generation[slots] = generation
 
-    def forget(self, req_id: str) -> None:
-        """A request left this stage: rows of it that are still under way will be dropped."""
-        self._generation.pop(req_id, None)
+    def forget(self, slot: int) -> None:
+        """The request in a slot left this stage: rows of it that are still under way will be dropped."""
+        self._generation[slot] = _FREE
 
-    def announce(self, manifest: Manifest) -> None:
-        """A round that hands off has run here; its tokens are under way."""
-        self._announced.append(manifest)
+    def announce(self, manifest: Manifest, slots: np.ndarray) -> None:
+        """A round that hands off has run here; its tokens are under way.
+
+        Args:
+            slots: integer [rows], the slot of each of the manifest's rows.
+
+        Raises:
+            TransferError: this stage holds another life of a request than the manifest names.
+        """
+        rows = manifest.rows
+        generations = np.fromiter((row.generation for row in rows), np.int64, len(rows))
+        if not np.array_equal(self._generation[slots], generations):
+            wrong = int(np.flatnonzero(self._generation[slots] != generations)[0])
+            raise TransferError(
+                f"round {manifest.round}: this stage holds generation {self._generation[slots[wrong]]} of "
+                f"{rows[wrong].req_id}, the manifest names {generations[wrong]}"
+            )
+        if not all(row.feeds for row in rows):
+            generations[[not row.feeds for row in rows]] = _NOBODY
+        # Copied: the batch's own array may be a buffer that a later round fills anew.
+        self._under_way.append(_Announced(manifest, slots.astype(np.int64), generations))
 
     def take(self, needs: Iterable[int]) -> Iterator[Sampled]:
         """Receive and yield the handoffs of the given rounds, oldest first.
@@ -169,32 +200,23 @@ class HandoffReceiver:
         """
         self.header_check.poll()
         for number in needs:
-            if not self._announced or self._announced[0].round != number:
-                under_way = [manifest.round for manifest in self._announced]
+            if not self._under_way or self._under_way[0].manifest.round != number:
+                under_way = [announced.manifest.round for announced in self._under_way]
                 raise TransferError(f"the handoff of round {number} is needed next, but under way are {under_way}")
-            manifest = self._announced.popleft()
+            manifest, slots, generations = self._under_way.popleft()
             payload = torch.empty(manifest.payload_size, dtype=torch.int64, device=self._device)
             self._sender.post_receive(payload, f"round {number}, handoff").wait()
             self.header_check.expect(manifest, payload)
-            idx_mapping = self._slots(manifest)
-            if idx_mapping is not None:
-                yield Sampled(idx_mapping, *unpack(manifest, payload))
+            alive = self._generation[slots] == generations
+            if alive.any():
+                yield Sampled(self._to_device(np.where(alive, slots, -1)), *unpack(manifest, payload))
 
     def drain(self) -> None:
         """Receive and drop every handoff under way, so that the channel is empty."""
-        for _ in self.take([manifest.round for manifest in self._announced]):
+        for _ in self.take([announced.manifest.round for announced in self._under_way]):
             pass
 
-    def _slots(self, manifest: Manifest) -> torch.Tensor | None:
-        """Each row's slot, or -1 if the row feeds nothing or its request began another life; None if all are -1."""
-        slots = np.full(len(manifest.rows), -1, dtype=np.int64)
-        for index, row in enumerate(manifest.rows):
-            if row.feeds and self._generation.get(row.req_id) == row.generation:
-                slot = self._slot_of(row.req_id)
-                if slot is not None:
-                    slots[index] = slot
-        if not (slots >= 0).any():
-            return None
+    def _to_device(self, slots: np.ndarray) -> torch.Tensor:
         mapping = torch.from_numpy(slots)
         if self._device.type == "cuda":
             mapping = mapping.pin_memory().to(self._device, non_blocking=True)

@@ -39,7 +39,9 @@ class ManifestHandler(PPHandler):
         self.receiver: HandoffReceiver | None = None
 
     def on_req_idx_freed(self, req_idx: int) -> None:
-        """Slots carry no identity here; see HandoffReceiver.forget."""
+        """Called when a request leaves its slot."""
+        if self.receiver is not None:
+            self.receiver.forget(req_idx)
 
     def get_prev_sampled_outputs(self, draft_tokens_to_update: torch.Tensor | None = None) -> None:
         raise AssertionError("handoffs are applied by ManifestRunnerMixin.update_pp_decode_requests")
@@ -50,7 +52,7 @@ class ManifestHandler(PPHandler):
         if not manifest.handoff:
             return False
         if self.receiver is not None:
-            self.receiver.announce(manifest)
+            self.receiver.announce(manifest, input_batch.idx_mapping_np)
         return all(row.feeds for row in manifest.rows)
 
     def broadcast(
@@ -116,13 +118,9 @@ class ManifestRunnerMixin(_Base):
         super().add_requests(scheduler_output)
         if self.pp_handler is not None and self.pp_handler.receiver is not None:
             assert self.pp_handler.manifest is not None
-            admitted = (new.req_id for new in scheduler_output.scheduled_new_reqs)
-            self.pp_handler.receiver.admit(admitted, self.pp_handler.manifest.round)
-
-    def _remove_request(self, req_id: str) -> bool:
-        if self.pp_handler is not None and self.pp_handler.receiver is not None:
-            self.pp_handler.receiver.forget(req_id)
-        return super()._remove_request(req_id)
+            index_of = self.req_states.req_id_to_index
+            slots = [index_of[new.req_id] for new in scheduler_output.scheduled_new_reqs]
+            self.pp_handler.receiver.admit(slots, self.pp_handler.manifest.round)
 
 
 class HandoffModelRunner(ManifestRunnerMixin, v2.GPUModelRunner):

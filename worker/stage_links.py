@@ -46,7 +46,7 @@ class StageLinks:
             self._handler.sender = HandoffSender(peers, device)
         elif stage in receivers:
             sender = Peer(handoff_group, ranks[-1], stages - 1, "handoff")
-            self._handler.receiver = HandoffReceiver(sender, device, stage, runner.req_states.req_id_to_index.get)
+            self._handler.receiver = HandoffReceiver(sender, device, stage, runner.max_num_reqs)
 
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         example = runner.model.make_empty_intermediate_tensors(

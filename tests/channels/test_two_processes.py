@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,12 +102,12 @@ def _handoff_role(rank: int, group: dist.ProcessGroup) -> Any:
             tokens = torch.arange(count).unsqueeze(1) + 10 * m.round
             sender.send(m, tokens, torch.ones(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
         return None
-    slots = {f"r{i}": 7 - i for i in range(5)}
-    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, slots.get)
+    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, num_slots=8)
+    slots = np.array([7, 6, 5, 4, 3])
     receiver.admit(slots, 0)
     seen = 0
     for m in rounds:
-        receiver.announce(m)
+        receiver.announce(m, slots[: len(m.rows)])
         if m.round % 3 != 2:
             continue
         for taken, sampled in enumerate(receiver.take([m.round - 2, m.round - 1, m.round])):
@@ -127,24 +128,24 @@ def test_handoffs_are_applied_when_needed(tmp_path: Path) -> None:
 
 
 def _dropping_role(rank: int, group: dist.ProcessGroup) -> Any:
-    m = manifest(4, rows=4)
+    m = Manifest(4, 4, rows=tuple(Row(f"r{i}", 0, i != 3) for i in range(4)))  # r3's sample feeds nobody
     if rank == 1:
         ones = torch.ones(4, dtype=torch.int32)
         KEEP.append(HandoffSender([Peer(group, 0, 0)], CPU))
         KEEP[0].send(m, torch.arange(4).unsqueeze(1), ones, ones * 0)
         return None
-    slots = {"r0": 0, "r1": 1, "r2": 2}  # r3 is unknown here
-    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, slots.get)
-    receiver.admit(["r0", "r1", "r2", "r3"], 0)
-    receiver.announce(m)
-    receiver.forget("r1")  # gone
-    receiver.admit(["r2"], 5)  # gone, and its id in use again
+    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, num_slots=8)
+    receiver.admit([5, 6, 7, 2], 0)
+    receiver.announce(m, np.array([5, 6, 7, 2]))
+    receiver.forget(6)  # gone
+    receiver.forget(7)
+    receiver.admit([7], 5)  # gone, and its slot in use again
     return [sampled.idx_mapping.tolist() for sampled in receiver.take([4])]
 
 
 @pytest.mark.timeout(120)
 def test_rows_of_requests_that_went_away_are_dropped(tmp_path: Path) -> None:
-    assert run_pair(tmp_path, _dropping_role) == [[[0, -1, -1, -1]], None]
+    assert run_pair(tmp_path, _dropping_role) == [[[5, -1, -1, -1]], None]
 
 
 def _mismatch_role(rank: int, group: dist.ProcessGroup) -> Any:
@@ -153,8 +154,9 @@ def _mismatch_role(rank: int, group: dist.ProcessGroup) -> Any:
         KEEP.append(HandoffSender([Peer(group, 0, 0)], CPU))
         KEEP[0].send(manifest(8), torch.arange(3).unsqueeze(1), ones, ones * 0)
         return None
-    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, {"r0": 0}.get)
-    receiver.announce(manifest(9))
+    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, num_slots=3)
+    receiver.admit([0, 1, 2], 0)
+    receiver.announce(manifest(9), np.arange(3))
     list(receiver.take([9]))
 
 
@@ -184,10 +186,19 @@ def test_finished_sends_are_let_go(tmp_path: Path) -> None:
 
 
 def test_needing_a_round_that_is_not_next_is_an_error() -> None:
-    receiver = HandoffReceiver(Peer(None, 1, 1), CPU, 0, {}.get)  # type: ignore[arg-type]
-    receiver.announce(manifest(3))
+    receiver = HandoffReceiver(Peer(None, 1, 1), CPU, 0, num_slots=3)  # type: ignore[arg-type]
+    receiver.admit([0, 1, 2], 0)
+    receiver.announce(manifest(3), np.arange(3))
     with pytest.raises(TransferError, match=r"round 4 is needed next, but under way are \[3\]"):
         list(receiver.take([4]))
+
+
+def test_another_life_of_a_request_than_the_manifest_names_is_an_error() -> None:
+    receiver = HandoffReceiver(Peer(None, 1, 1), CPU, 0, num_slots=3)  # type: ignore[arg-type]
+    receiver.admit([0, 1], 0)
+    receiver.admit([2], 1)
+    with pytest.raises(TransferError, match="holds generation 1 of r2, the manifest names 0"):
+        receiver.announce(manifest(3), np.arange(3))
 
 
 def _lost_peer_role(rank: int, group: dist.ProcessGroup) -> Any:

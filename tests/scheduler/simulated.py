@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -154,7 +155,7 @@ class FirstStage:
         self.length: dict[int, int] = {}  # slot -> tokens known
         self.prefill_len: dict[str, int] = {}
         self.uid: dict[str, int] = {}
-        self.receiver = HandoffReceiver(RecordingPeer(pipeline.handoffs), CPU, 0, self.slots.get)
+        self.receiver = HandoffReceiver(RecordingPeer(pipeline.handoffs), CPU, 0, len(self.free))
         self.hop = HopSender(RecordingPeer(pipeline.hops), pipeline.layout, 64, CPU, buffers=2)
 
     def run(self, output: Any, manifest: Manifest) -> None:
@@ -173,7 +174,7 @@ class FirstStage:
             self.length[slot] = len(new.prefill_token_ids)
             self.prefill_len[new.req_id] = len(new.prefill_token_ids)
             self.uid[new.req_id] = (new.prefill_token_ids[0] - 1000) // 10_000
-        self.receiver.admit((new.req_id for new in output.scheduled_new_reqs), manifest.round)
+        self.receiver.admit([self.slots[new.req_id] for new in output.scheduled_new_reqs], manifest.round)
         if not manifest.num_tokens:
             return
         for req_id, computed in self.pipeline.computed(output).items():
@@ -184,12 +185,13 @@ class FirstStage:
                 assert self.length[slot] == computed + 1, f"round {manifest.round}: {req_id} has lost count"
         self.hop.send(manifest.round, {"hidden": torch.zeros(manifest.num_tokens, 4)}, manifest.num_tokens)
         if manifest.handoff:
-            self.receiver.announce(manifest)
+            self.receiver.announce(manifest, np.array([self.slots[row.req_id] for row in manifest.rows]))
 
     def _remove(self, req_id: str) -> None:
-        self.receiver.forget(req_id)
         if req_id in self.slots:
-            self.free.append(self.slots.pop(req_id))
+            slot = self.slots.pop(req_id)
+            self.receiver.forget(slot)
+            self.free.append(slot)
 
 
 class LastStage:
