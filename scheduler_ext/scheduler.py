@@ -138,8 +138,8 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
     vLLM keeps a decoding request out of the next `pipeline_parallel_size`
     rounds by a step counter, ready or not. Here the counter only spreads
     requests over rounds: EvenRounds decides from how many on and how many
-    share one; below that all share every round. It is overruled whenever
-    obeying it would leave a round empty, since a token that is still being
+    share one; below that all come to share every round. It is overruled
+    whenever obeying it would leave a round empty, since a token that is still being
     sampled arrives by handoff and is waited for on the device.
     """
 
@@ -199,18 +199,17 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         # the others decode in ever thinner rounds, and wait for many of them.
         live = len(decoding)
         decoding = [request for request in decoding if request.next_decode_eligible_step != _NEVER]
+        turn = self.ledger.next_round
+        gathers = policy.gathers(live, turn, self._prefill_is_due())
         if policy.splits(live):
             ready = [
                 (request.next_decode_eligible_step, request.request_id)
                 for request in decoding
                 if request.next_decode_eligible_step <= upcoming
             ]
-            for req_id in policy.hold_back(ready, live, self.ledger.next_round):
+            for req_id in policy.hold_back(ready, live, turn):
                 self.requests[req_id].next_decode_eligible_step = upcoming + 1
-        elif not self._prefill_is_due():
-            # One cohort: every round takes all of them, whatever is in flight.
-            # With prefill about, cohorts stay apart, since a round's prefill
-            # would otherwise wait for the tokens of the round before.
+        elif gathers:
             for request in decoding:
                 request.next_decode_eligible_step = 0
 

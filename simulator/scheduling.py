@@ -239,7 +239,7 @@ class EvenScheduler(SimulatedScheduler):
         stages: pipeline stages.
         limits: of a round and of the engine.
         split_from: live decoding requests from which rounds are split; None: never.
-        gather: below that number, all decoding requests share every round.
+        gather: below that number, all decoding requests come to share every round.
     """
 
     def __init__(self, stages: int, limits: Limits, split_from: int | None, gather: bool = True) -> None:
@@ -260,11 +260,12 @@ class EvenScheduler(SimulatedScheduler):
         decoding = [request for request in self.running.values() if request.computed >= request.prefill]
         live = len(decoding)
         decoding = [request for request in decoding if request.eligible != _NEVER]
+        gathers = self.policy.gathers(live, self._rounds, self._prefill_is_due())
         if self.policy.splits(live):
             ready = [(request.eligible, str(request.number)) for request in decoding if request.eligible <= upcoming]
             for number in self.policy.hold_back(ready, live, self._rounds):
                 self.running[int(number)].eligible = upcoming + 1
-        elif self.gather and not self._prefill_is_due():
+        elif self.gather and gathers:
             for request in decoding:
                 request.eligible = 0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_handoff.scheduler_ext.policy import WORTHWHILE, EvenRounds, StageTime
+from vllm_handoff.scheduler_ext.policy import QUIET_TRIPS, WORTHWHILE, EvenRounds, StageTime
 from vllm_handoff.scheduler_ext.settings import HandoffSettings, SettingsError
 
 
@@ -51,6 +51,16 @@ def test_caps_of_a_trip_add_up_and_differ_by_one(live: int, stages: int, turn: i
         assert sum(caps) == live and max(caps) - min(caps) <= 1
     else:
         assert set(caps) == {1}
+
+
+def test_few_requests_come_together_once_no_prompt_has_arrived_for_a_while() -> None:
+    policy = EvenRounds(stages=2, split_from=10)
+    quiet = 2 * QUIET_TRIPS
+    assert [policy.gathers(3, turn, prefill_is_due=turn < 5) for turn in range(4 + quiet)] == [False] * (4 + quiet)
+    assert not policy.gathers(3, 4 + quiet, prefill_is_due=False)
+    assert policy.gathers(3, 5 + quiet, prefill_is_due=False)
+    assert not policy.gathers(10, 6 + quiet, prefill_is_due=False)
+    assert not policy.gathers(3, 7 + quiet, prefill_is_due=True)
 
 
 def test_the_longest_waiting_go_first() -> None:
