@@ -22,6 +22,7 @@ def apply() -> None:
     _run_v2_without_triton()
     _complete_configuration()
     _set_depth()
+    _refuse_what_does_not_fit()
     _publish_metrics()
 
 
@@ -154,6 +155,7 @@ def _complete_configuration() -> None:
     from vllm.platforms import current_platform
 
     from vllm_handoff.executor.configuration import complete, uses_handoff
+    from vllm_handoff.executor.front_end import remove_at_exit
 
     platform = type(current_platform)
     owner = next(cls for cls in platform.__mro__ if "check_and_update_config" in cls.__dict__)
@@ -172,6 +174,7 @@ def _complete_configuration() -> None:
             if start_method is not None:
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
             complete(vllm_config)
+            remove_at_exit(vllm_config.instance_id)
 
         return classmethod(_mark(check_and_update_config))
 
@@ -237,3 +240,33 @@ def _publish_metrics() -> None:
         return _mark(init)
 
     _wrap(StatLoggerManager, "__init__", make)
+
+
+def _refuse_what_does_not_fit() -> None:
+    """Refuse a request that the workers could not take in, alone and at the door.
+
+    Why: vLLM 0.32's V2 model runner raises while it takes a request in (more
+    than 128 stop token ids with min_tokens, for instance), which ends the
+    engine for everybody.
+    How: the front end's input processor makes the request, as ever, and it is
+    looked at before it goes to the engine. A server answers with status 400.
+    Can go: once vLLM checks these limits itself.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_handoff.executor.configuration import uses_handoff
+    from vllm_handoff.executor.request_limits import check_request
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = original(self, *args, **kwargs)
+            if uses_handoff(self.vllm_config.parallel_config):
+                check_request(
+                    request.sampling_params, request.prompt_token_ids, self.vllm_config.model_config.get_vocab_size()
+                )
+            return request
+
+        return _mark(process_inputs)
+
+    _wrap(InputProcessor, "process_inputs", make)
