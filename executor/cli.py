@@ -16,10 +16,12 @@ from types import FrameType
 
 COMMANDS: dict[str, str] = {
     "bench": "vllm_handoff.benchmarks.bench",
+    "check": "vllm_handoff.executor.check",
     "demo": "vllm_handoff.executor.demo",
     "doctor": "vllm_handoff.executor.doctor",
     "plan": "vllm_handoff.executor.plan",
     "simulate": "vllm_handoff.simulator.simulate",
+    "serve": "vllm_handoff.executor.serve",
     "timeline": "vllm_handoff.executor.timeline",
     "stress": "vllm_handoff.stress.stress",
     "version": "vllm_handoff.executor.show_version",
@@ -36,6 +38,7 @@ and pipeline parallelism work together. The executor itself needs none of them:
 EPILOG = """\
 examples:
   vllm-handoff demo --help       what the demo does and what it can be told
+  vllm-handoff serve --help      run the server as a service, watched
   vllm-handoff doctor            is this machine fit for it, and what to do if not
   vllm-handoff version           is everything here that the executor needs?
 """
