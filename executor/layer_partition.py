@@ -47,7 +47,7 @@ def apply_layer_split(vllm_config: Any, settings: HandoffSettings) -> str | None
         logger.info("layer_split: the even split %s is the best for %s.", plan.partition, point)
         return None
     logger.info(
-        "layer_split: %s instead of %s, for %s: the slowest stage takes %.1f%% less. %s set by hand would win.",
+        "layer_split: %s instead of %s, for %s: the slowest stage is %.1f%% faster. %s set by hand would win.",
         plan.partition, even.partition, point, gain, VARIABLE,
     )  # fmt: skip
     os.environ[VARIABLE] = os.environ[_OURS] = plan.partition

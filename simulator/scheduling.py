@@ -131,7 +131,7 @@ class SimulatedScheduler:
 
     def update(self, round_: SimulatedRound, now: float) -> list[SimulatedRequest]:
         """Collect a round's tokens. The requests that it ends."""
-        ended = []
+        ended: list[SimulatedRequest] = []
         for request, generation, _, samples in round_.rows:
             if not samples:
                 continue
@@ -139,7 +139,7 @@ class SimulatedScheduler:
                 self.wasted_rows += 1
                 continue
             request.times.append(now)
-            if request.finished:
+            if request.known >= request.length:
                 del self.running[request.number]
                 self._free(request)
                 ended.append(request)

@@ -14,7 +14,7 @@ from vllm_handoff.simulator import calibration as module
 from vllm_handoff.simulator.bound import bound
 from vllm_handoff.simulator.calibration import Calibration, Point, even_pipeline, fit, points_of, simulate
 from vllm_handoff.simulator.counts import SCENARIOS, Counts, count
-from vllm_handoff.simulator.plots import sample
+from vllm_handoff.simulator.plots import LOADS, sample
 from vllm_handoff.simulator.simulate import ALLOWED
 
 CALIBRATION = Calibration.load()
@@ -86,9 +86,10 @@ def test_counts_look_at_every_round() -> None:
 
 
 def test_a_sample_for_the_pictures() -> None:
-    few, more = (sample("handoff", 4, clients, CALIBRATION) for clients in (1, 8))
-    assert few.throughput < more.throughput
-    assert few.middle <= more.late
+    for load in LOADS:
+        few, more = (sample(load, "handoff", 4, clients, CALIBRATION) for clients in (1, 8))
+        assert few.throughput < more.throughput
+        assert few.middle <= more.late
 
 
 def test_sixteen_stages_and_a_thousand_requests() -> None:
