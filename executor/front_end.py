@@ -1,18 +1,25 @@
-"""Ends an engine process whose front end is gone."""
+"""What the engine's process and the process that started it, its front end, do about each other's end."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import threading
+import time
 from collections.abc import Callable
+
+from vllm_handoff.executor.board import find_folder
+from vllm_handoff.executor.folder import remove_abandoned
 
 logger = logging.getLogger(__name__)
 
 # What vLLM calls the process that its front end starts for the engine.
 _ENGINE_PROCESS = "EngineCore"
+# The kernel takes a moment to end a process that was killed.
+_KILLED_S = 2.0
 
 
 def end_with_front_end(close: Callable[[], None]) -> None:
@@ -37,3 +44,24 @@ def end_with_front_end(close: Callable[[], None]) -> None:
             os._exit(1)
 
     threading.Thread(target=wait, name="handoff-front-end-watch", daemon=True).start()
+
+
+def remove_at_exit(instance: str) -> None:
+    """Remove what is left of the engine `instance` in file systems when this process, its front end, ends.
+
+    Why: unless told otherwise by --shutdown-timeout, `vllm serve` of vLLM 0.32
+    sends its engine SIGTERM and, in the same moment, kills it and its workers.
+    Nobody but the front end is left then to remove their folder.
+    """
+    # Below zero: after multiprocessing has ended this process's children.
+    multiprocessing.util.Finalize(None, _remove, args=(instance,), exitpriority=-100)
+
+
+def _remove(instance: str) -> None:
+    deadline = time.monotonic() + _KILLED_S
+    while (folder := find_folder(instance)) is not None:
+        # It is locked until the last process of the engine is gone.
+        remove_abandoned(folder.parent)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)

@@ -91,6 +91,11 @@ class ServerProcess:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """The server's exit status, None while it runs."""
+        return self._popen.poll()
+
     def family(self) -> set[Process]:
         """The live processes of this server, also those that once belonged to it and have lost their parents."""
         family = family_of(self.pid, self._known)
