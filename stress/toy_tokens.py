@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 ARCHITECTURE = "HandoffStressToyForCausalLM"
-VOCABULARY = 4096
+# A prime, so that no difference between two histories is multiplied away.
+VOCABULARY = 4093
 HEAD_SIZE = 64
 # Ends an answer unless ignore_eos is set.
 END_TOKEN = 2
