@@ -8,10 +8,10 @@ ARGS ?=
 # cpu or gpu: which vLLM `make env` installs.
 KIND ?= cpu
 
-.PHONY: help env demo test lint format models clean
+.PHONY: help env demo test lint format check-dashboard check-deploy docs release-check models clean
 
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: ## Make or mend .venv, with vLLM for the CPU (KIND=gpu: for NVIDIA GPUs); about 3 minutes the first time
 	@bash tools/setup_env.sh $(KIND)
@@ -27,6 +27,18 @@ lint: env ## Check style (ruff) and types (mypy)
 
 format: env ## Let ruff mend and format the code, then check it
 	@bash tools/lint.sh --fix
+
+check-dashboard: env ## Run every query of the Grafana dashboard against a real Prometheus and a server under load
+	@$(PYTHON) tools/check_dashboard.py $(ARGS)
+
+check-deploy: env ## Verify the systemd unit, lint the Dockerfiles, check the alert rules
+	@bash tools/check_deploy.sh
+
+docs: env ## Build the documentation site into .cache/site, and check its links
+	@bash tools/build_docs.sh
+
+release-check: env ## Build wheel and sdist twice and compare, list licences, install the wheel cleanly and serve
+	@$(PYTHON) tools/check_release.py $(ARGS)
 
 models: env ## Get every model that tests and the demo use
 	@$(PYTHON) tools/models.py --all
