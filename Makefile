@@ -8,7 +8,7 @@ ARGS ?=
 # cpu or gpu: which vLLM `make env` installs.
 KIND ?= cpu
 
-.PHONY: help env demo test lint format check-dashboard check-deploy docs release-check models clean
+.PHONY: help env demo test stress lint format check-dashboard check-deploy docs release-check models clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,10 @@ demo: env ## Serve a small real model on two stages and stream eight answers fro
 
 test: env ## Run every test
 	@$(PYTHON) -m pytest $(ARGS)
+
+stress: env ## Random load with known answers for 20 minutes on two stages, with faults (ARGS: see vllm-handoff stress)
+	@$(VENV)/bin/vllm-handoff stress --duration 600 --kv-tokens 2500 --rate 60 --structured 0.1 --faults $(ARGS)
+	@$(VENV)/bin/vllm-handoff stress --duration 600 --kv-tokens 2500 --rate 60 --structured 0.1 $(ARGS)
 
 lint: env ## Check style (ruff) and types (mypy)
 	@bash tools/lint.sh

@@ -22,6 +22,7 @@ DRAIN_S = 120.0
 END_S = 30.0
 # A fault that has no effect at all for so long is not noticed.
 UNNOTICED_S = 30.0
+NO_FAULT = "none"
 
 
 @dataclass
@@ -35,7 +36,8 @@ class Campaign:
         oracle: the right answers; None if they come from running the pool's requests one by one.
         folder: for logs.
         seconds: how long to run, starts of engines included.
-        faults: names of the faults to inject, in turns, each ending a life; none: one life.
+        faults: names of the faults to inject, in turns, each ending a life; NO_FAULT, or an empty list: one life
+            that lasts until the end.
         fault_after: how long an engine is under load before its fault, least and most.
     """
 
@@ -60,10 +62,10 @@ class Campaign:
         try:
             # A life that could do no more than start is not begun.
             while not self.figures.problems and (not life or deadline - time.monotonic() > longest_start + 5):
-                fault = self.faults[life % len(self.faults)] if self.faults else None
+                fault = self.faults[life % len(self.faults)] if self.faults else NO_FAULT
                 longest_start = max(longest_start, self._life(life, fault, deadline, rng))
                 life += 1
-                if fault is None:
+                if fault == NO_FAULT:
                     break
         finally:
             self.figures.seconds = time.monotonic() - begin
@@ -80,7 +82,7 @@ class Campaign:
         life.bury()
         return None
 
-    def _life(self, number: int, fault: str | None, deadline: float, rng: random.Random) -> float:
+    def _life(self, number: int, fault: str, deadline: float, rng: random.Random) -> float:
         begin = time.monotonic()
         life = self.open_life()
         if life is None:
@@ -96,9 +98,8 @@ class Campaign:
                 life, Case(self.mix, number), self.oracle, self.figures, lambda tokens: self.progress(tokens, "load")
             )
             session.start()
-            after = rng.uniform(*self.fault_after) if fault else None
-            now = time.monotonic()
-            if fault is None or after is None or now + after > deadline:
+            after, now = rng.uniform(*self.fault_after), time.monotonic()
+            if fault == NO_FAULT or now + after > deadline:
                 self._until_the_end(life, session, deadline)
             else:
                 session.follow(now + after)
@@ -111,6 +112,7 @@ class Campaign:
                 self._remember(session, number)
             elif session.dead and not session.struck:
                 self._problem("exit", f"the engine's process ended with {life.exit_status()}:\n{life.last_words()}")
+                self._remember(session, number)
         finally:
             life.bury()
         return took

@@ -12,6 +12,8 @@ examples:
       a minute of load on two stages, toy model; needs no model, no network
   vllm-handoff stress --duration 600 --faults
       ten minutes in many engine lives, each ended by another fault
+  vllm-handoff stress --faults kill stop none
+      two engines that are struck, and one that runs to the end
   vllm-handoff stress --kv-tokens 1500 --rate 100 --abort 0.4 --structured 0.2
       little KV space, so that requests are preempted; many clients go away
   vllm-handoff stress --model FOLDER --set 'dtype="float32"'
@@ -26,9 +28,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--vocabulary", type=int, metavar="N", help="prompt tokens are below N, with a real model")
     faults = parser.add_argument_group("faults")
     faults.add_argument(
-        "--faults", nargs="*", choices=list(FAULTS), metavar="FAULT",
-        help=f"in turns, each ends an engine; all if none is named: {', '.join(FAULTS)}",
+        "--faults", nargs="*", choices=[*FAULTS, "none"], metavar="FAULT",
+        help=f"in turns, each ends an engine; all if no name follows: {', '.join(FAULTS)}; none: no fault any more",
     )  # fmt: skip
     faults.add_argument(
         "--fault-after", nargs=2, type=float, default=(3.0, 12.0), metavar=("MIN", "MAX"),
@@ -139,13 +143,16 @@ def engine_options(args: argparse.Namespace, folder: Path, mix: Mix) -> dict[str
 
 
 def _kv_bytes(tokens: int, layers: int, stages: int) -> int:
-    from vllm.platforms import current_platform
-
     from vllm_handoff.stress.toy_tokens import HEAD_SIZE
 
-    bytes_per_value = 4 if current_platform.is_cpu() else 2
+    bytes_per_value = 4 if _on_cpu() else 2
     # Key and value, of each layer of the fullest stage.
     return tokens * 2 * HEAD_SIZE * bytes_per_value * -(-layers // stages)
+
+
+def _on_cpu() -> bool:
+    # How vLLM itself tells; importing it takes many seconds, and only the engine's process needs it.
+    return "cpu" in version("vllm")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -204,12 +211,8 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path) -> int:
 
 def environment() -> dict[str, str]:
     """Variables for the engine, unless they are set."""
-    import os
-
-    from vllm.platforms import current_platform
-
     wanted = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if current_platform.is_cpu():
+    if _on_cpu():
         wanted |= {"OMP_NUM_THREADS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
