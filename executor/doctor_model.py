@@ -49,7 +49,7 @@ def layer_split(layers: int, stages: int, partition: str | None) -> Check:
         share = 1 - min(split) / max(split)
         remedy = (
             f"The smallest stage idles {share:.0%} of the time, if layers cost the same. {_PARTITION}=N,M,... changes "
-            "the split: fewer layers for the last stage pay if the vocabulary is large."
+            "the split; `vllm-handoff plan` says which one is best."
         )
         return Check("layer split", "note", found, remedy)
     return Check("layer split", "ok", found)
