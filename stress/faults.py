@@ -15,6 +15,8 @@ from typing import Any
 # be released from a collective, more.
 DETECT_S = 5.0
 RELEASE_S = 10.0
+# How long a round may take in engines that are to hang; vLLM's own limit is 300 s.
+ROUND_TIMEOUT_S = 15
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ FAULTS: dict[str, Fault] = {
     "stop": Fault("SIGSTOP of a stage", _signal_rank(signal.SIGSTOP), limit_s=RELEASE_S),
     "kill-core": Fault("SIGKILL of the engine core", _kill_core),
     "kill-front": Fault("SIGKILL of the process with the clients", _kill_front, loses_clients=True),
+    "hang": Fault("stage that hangs in a forward", _armed("hang"), limit_s=ROUND_TIMEOUT_S + RELEASE_S),
     "raise-forward": Fault("exception in a stage's forward", _armed("raise-forward"), limit_s=RELEASE_S),
     "raise-sample": Fault("exception while sampling", _armed("raise-sample"), limit_s=RELEASE_S),
     "raise-output": Fault("exception in the output copy", _armed("raise-output"), limit_s=RELEASE_S, last_stage=True),

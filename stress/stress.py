@@ -36,7 +36,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from vllm_handoff.stress.faults import FAULTS
+from vllm_handoff.stress.faults import FAULTS, ROUND_TIMEOUT_S
 from vllm_handoff.stress.plan import Case, Mix
 from vllm_handoff.stress.planting import PLANTS
 
@@ -191,7 +191,7 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path) -> int:
 
         oracle = toy_oracle(max(2, args.stages), TOY_CONTEXT) if toy else None
         campaign = Campaign(
-            setup, environment(), mix, oracle, logs, args.duration, faults, tuple(args.fault_after), progress
+            setup, environment(faults), mix, oracle, logs, args.duration, faults, tuple(args.fault_after), progress
         )
         if case is not None:
             return _replay(campaign, case)
@@ -209,11 +209,13 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path) -> int:
     return 1 if figures.problems else 0
 
 
-def environment() -> dict[str, str]:
+def environment(faults: list[str]) -> dict[str, str]:
     """Variables for the engine, unless they are set."""
     wanted = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if _on_cpu():
         wanted |= {"OMP_NUM_THREADS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    if "hang" in faults:
+        wanted["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(ROUND_TIMEOUT_S)
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,9 @@ class _Watch:
                 self._disagree(scheduler_output, manifest)
         if tokens and self._due("raise-forward"):
             raise PlantedFault("raised by the stress harness in the forward of a round")
+        if tokens and self._due("hang"):
+            # Alive, and never back; what a kernel or a collective that never ends looks like from outside.
+            threading.Event().wait()
         return self._execute(scheduler_output)
 
     def _disagree(self, scheduler_output: Any, manifest: Manifest) -> None:
