@@ -21,7 +21,7 @@ say() { printf 'systemd: %s\n' "$*"; }
 fail() { printf 'systemd: %s\n' "$*" >&2; exit 1; }
 need_root() { [ -n "$root" ] || [ "$(id -u)" = 0 ] || fail "this needs root: sudo $0 ${1:-}"; }
 
-systemd_version() { systemd-analyze --version | sed -n '1s/^systemd \([0-9]*\).*/\1/p'; }
+systemd_version() { { systemd-analyze --version 2>/dev/null || echo systemd 0; } | sed -n '1s/^systemd \([0-9]*\).*/\1/p'; }
 
 install_unit() {
     need_root install
