@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def _levels(checks: list[Check]) -> dict[str, str]:
 
 def test_gpus_are_judged_by_what_torch_sees() -> None:
     gpu = {"name": "A", "memory": 1 << 30}
-    good = {"cuda": "13.0", "gpus": [gpu, gpu], "peer": [[True, True], [True, True]], "nccl": "2.28.0"}
+    good: dict[str, Any] = {"cuda": "13.0", "gpus": [gpu, gpu], "peer": [[True, True], [True, True]], "nccl": "2.28.0"}
     assert _levels(list(doctor_gpus.judge(good, 2))) == {"GPUs": "ok", "peer access": "ok", "NCCL": "ok"}
     assert _levels(list(doctor_gpus.judge(good, 4)))["GPUs"] == "fail"
     apart = {**good, "gpus": [gpu, {**gpu, "name": "B"}], "peer": [[True, False], [False, True]], "nccl": None}

@@ -74,7 +74,7 @@ def test_an_idle_server_proves_itself_with_a_token_now_and_then() -> None:
     server = FakeServer()
     watch = ProgressWatch(server, stall_after=30, probe_after=30)
     watch.look(0)
-    assert watch.look(30) == "idle" and not server.tokens
+    assert (watch.look(30), server.tokens) == ("idle", 0)
     assert "token" in watch.look(31) and server.tokens == 1
     assert watch.look(61) == "idle"
     server.stuck = True

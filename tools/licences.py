@@ -51,13 +51,13 @@ def _normal(name: str) -> str:
 def licence_of(dist: Distribution) -> str | None:
     """The licence by its metadata: its expression, else its classifiers, else its free text, if that is short."""
     metadata = dist.metadata
-    if expression := metadata.get("License-Expression"):
-        return str(expression)
+    if "License-Expression" in metadata:
+        return metadata["License-Expression"]
     classifiers = [c for c in metadata.get_all("Classifier") or () if c.startswith(_CLASSIFIER)]
     names = [c.rpartition(" :: ")[2] for c in classifiers if c != "License :: OSI Approved"]
     if names:
         return ", ".join(names)
-    text = str(metadata.get("License") or "").strip().splitlines()
+    text = metadata["License"].strip().splitlines() if "License" in metadata else []
     if text and len(text[0]) <= _LONGEST and text[0] != "UNKNOWN":
         return text[0].strip()
     return _by_file(dist)
