@@ -22,7 +22,9 @@ The defaults (32, 0.5, 1024) stand for a chat server that is busy, not full.
 
 Only MODEL's config.json is read, and nothing is started. Stage times are those
 of an H200, from constants fitted to measured runs; on another device they are
-off, but the split hardly changes, since it depends on their ratio alone.
+off, but the split hardly changes, since it depends on their ratio alone. To be
+sure, plan from a recording of your own run (see vllm-handoff timeline --help):
+--recording then takes the place of the three options above.
 
 Apply the split in one of two ways; the first wins:
   VLLM_PP_LAYER_PARTITION=17,15 vllm serve ...
@@ -42,19 +44,30 @@ examples:
       long prompts, short answers
   vllm-handoff plan ./config.json --pipeline-parallel-size 2 --split 18,14
       the stage times of a split of your own, beside the even one and the plan
+  vllm-handoff plan ./Llama-3.1-8B --pipeline-parallel-size 4 --recording run.json --recorded-split 16,16
+      for four stages, from what a run on two with 16 layers each took
   vllm-handoff plan ./Llama-3.1-8B --pipeline-parallel-size 2 --json
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from vllm_handoff.executor.timeline import load
 from vllm_handoff.scheduler_ext.chunk_size import ChunkAdvice, PrefillLoad, advise_chunk
-from vllm_handoff.scheduler_ext.layer_split import OperatingPoint, Plan, assess, even_split, plan_split
+from vllm_handoff.scheduler_ext.layer_split import (
+    OperatingPoint,
+    Plan,
+    RecordedStages,
+    assess,
+    even_split,
+    plan_split,
+)
 from vllm_handoff.scheduler_ext.model_shape import ModelShape, ModelShapeError
 
 
@@ -79,6 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, default=point.context, metavar="TOKENS", help="of a request (default: %(default)s)"
     )
+    parser.add_argument("--recording", type=Path, metavar="FILE", help="stage times from a recorded run")
+    parser.add_argument("--recorded-split", metavar="N,N,...", help="layers of its stages (default: evenly split)")
     parser.add_argument("--split", metavar="N,N,...", help="show the stage times of this split too")
     parser.add_argument(
         "--burst",
@@ -92,23 +107,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
+    stages, ranks = args.pipeline_parallel_size, args.tensor_parallel_size
     try:
         model = ModelShape.load(args.model)
         point = OperatingPoint(args.decode_rows, args.prefill_share, args.context)
-        stages, ranks = args.pipeline_parallel_size, args.tensor_parallel_size
-        plan = plan_split(model, stages, point, ranks=ranks)
-        plans = {"even": assess(model, even_split(len(model.layers), stages), point, ranks=ranks), "plan": plan}
+        splits = {"even": even_split(len(model.layers), max(1, stages))}
         if args.split:
-            plans["yours"] = assess(model, parse_split(args.split, stages), point, ranks=ranks)
+            splits["yours"] = parse_split(args.split, stages)
+        if args.recording:
+            recorded = read_recording(args.recording, model, args.recorded_split)
+            plan, weigh = recorded.plan(stages), recorded.assess
+        else:
+            plan = plan_split(model, stages, point, ranks=ranks)
+            weigh = functools.partial(assess, model, point=point, ranks=ranks)
+        plans = {"even": weigh(splits.pop("even")), "plan": plan}
+        plans |= {name: weigh(split) for name, split in splits.items()}
         advice = advise_chunk(model, plan.split, PrefillLoad(args.burst), ranks=ranks)
     except (ModelShapeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    basis = f"the recording {args.recording}" if args.recording else describe(point)
     if args.json:
-        print(json.dumps(as_json(point, plans, advice), indent=2))
+        print(json.dumps(as_json(None if args.recording else point, plans, advice), indent=2))
     else:
-        show(model, point, plans, advice)
+        show(model, basis, plans, advice)
     return 0
+
+
+def read_recording(path: Path, model: ModelShape, split: str | None) -> RecordedStages:
+    """The stage times of a recorded run.
+
+    Raises:
+        ValueError: the file is no recording, or does not fit the split.
+    """
+    try:
+        reports, _ = load(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read as a recording: {error}") from error
+    layers = parse_split(split, len(reports)) if split else even_split(len(model.layers), len(reports))
+    return RecordedStages(model, layers, [r.shares["compute"] * r.seconds / r.rounds for r in reports])
 
 
 def parse_split(text: str, stages: int) -> tuple[int, ...]:
@@ -126,10 +163,10 @@ def parse_split(text: str, stages: int) -> tuple[int, ...]:
     return split
 
 
-def as_json(point: OperatingPoint, plans: dict[str, Plan], advice: ChunkAdvice) -> dict:
+def as_json(point: OperatingPoint | None, plans: dict[str, Plan], advice: ChunkAdvice) -> dict:
     """What the command says, for programs. Times in seconds."""
     return {
-        "operating_point": asdict(point),
+        "operating_point": asdict(point) if point else None,
         "splits": {
             name: {"layers": list(plan.split), "stage_seconds": list(plan.seconds), "idle_share": plan.idle}
             for name, plan in plans.items()
@@ -139,16 +176,21 @@ def as_json(point: OperatingPoint, plans: dict[str, Plan], advice: ChunkAdvice) 
     }
 
 
-def show(model: ModelShape, point: OperatingPoint, plans: dict[str, Plan], advice: ChunkAdvice) -> None:
+def describe(point: OperatingPoint) -> str:
+    """An operating point in words."""
+    return (
+        f"an average round: {point.rows} decoding requests with {point.context} tokens of context, "
+        f"{point.work.prompt_tokens:.0f} prompt tokens"
+    )
+
+
+def show(model: ModelShape, basis: str, plans: dict[str, Plan], advice: ChunkAdvice) -> None:
     """What the command says, for people."""
     sparse = sum(bool(layer.experts) for layer in model.layers)
     kinds = f"{len(model.layers)} layers" + (f", {sparse} of them with experts" if sparse else "")
     head = f"the head is worth {model.head * model.head_bytes / _layer_bytes(model):.1f} layers of weights"
     print(f"{kinds}; {head}{' (tied to the embedding; the last stage holds a copy)' if model.tied else ''}")
-    print(
-        f"an average round: {point.rows} decoding requests with {point.context} tokens of context, "
-        f"{point.work.prompt_tokens:.0f} prompt tokens\n"
-    )
+    print(f"{basis}\n")
     for name, plan in plans.items():
         times = "  ".join(f"{1000 * seconds:.2f}" for seconds in plan.seconds)
         print(f"  {name:<6} {plan.partition:<20} stage times (ms)  {times}   waiting {100 * plan.idle:.1f}%")

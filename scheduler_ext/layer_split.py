@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -98,24 +99,81 @@ def plan_split(model: ModelShape, stages: int, point: OperatingPoint, device: De
     Raises:
         ValueError: there are fewer layers than stages.
     """
-    layers = len(model.layers)
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be split over {stages} stages: each needs at least one")
     work = point.work
-    # Layers differ only by kind, so a stretch's time is the sum of its layers' and the stage's own.
     own = [
         StageCost(model, (), device, first=s == 0, last=s == stages - 1, ranks=ranks).seconds(work)
         for s in range(stages)
     ]
+    split = _fastest(_layer_seconds(model, point, device, ranks), own)
+    return assess(model, split, point, device, ranks)
+
+
+class RecordedStages:
+    """What a recorded run says about layers: for devices, or work, that the constants do not describe.
+
+    The stages before the last hold nothing but layers, so their time is the
+    layers'; what the last one takes beyond its layers is the head and the sampler.
+
+    Args:
+        model: the model that ran. Its shape says how layers of different kinds compare.
+        split: the layers of each stage in that run.
+        seconds: mean time of a round's own compute, of each stage.
+
+    Raises:
+        ValueError: there are fewer than two stages, or not one time for each.
+    """
+
+    def __init__(self, model: ModelShape, split: Sequence[int], seconds: Sequence[float]) -> None:
+        if len(split) < 2 or len(split) != len(seconds) or sum(split) != len(model.layers):
+            raise ValueError(
+                f"a recording of {len(seconds)} stages does not fit the split {','.join(map(str, split))} "
+                f"of {len(model.layers)} layers; at least two stages are needed"
+            )
+        weights = _layer_seconds(model, OperatingPoint(), H200, 1)
+        before = len(weights) - split[-1]
+        scale = sum(seconds[:-1]) / sum(weights[:before])
+        self._layers = [scale * weight for weight in weights]
+        self._head = max(0.0, seconds[-1] - sum(self._layers[before:]))
+
+    def assess(self, split: Sequence[int]) -> Plan:
+        """The stage times of a split."""
+        seconds, begin = [], 0
+        for count in split:
+            seconds.append(sum(self._layers[begin : begin + count]))
+            begin += count
+        seconds[-1] += self._head
+        return Plan(tuple(split), tuple(seconds))
+
+    def plan(self, stages: int) -> Plan:
+        """The split whose slowest stage is fastest.
+
+        Raises:
+            ValueError: there are fewer layers than stages.
+        """
+        return self.assess(_fastest(self._layers, [0.0] * (stages - 1) + [self._head]))
+
+
+def _layer_seconds(model: ModelShape, point: OperatingPoint, device: Device, ranks: int) -> list[float]:
+    """What each layer adds to its stage's time."""
+    work = point.work
     bare = StageCost(model, (), device, first=False, last=False, ranks=ranks).seconds(work)
     kinds = {
         kind: StageCost(model, (kind,), device, first=False, last=False, ranks=ranks).seconds(work) - bare
         for kind in set(model.layers)
     }
-    until = [0.0]
-    for layer in model.layers:
-        until.append(until[-1] + kinds[layer])
+    return [kinds[layer] for layer in model.layers]
 
+
+def _fastest(layer_seconds: Sequence[float], own: Sequence[float]) -> tuple[int, ...]:
+    """The best split of layers over stages, of which each takes `own` seconds beside its layers.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    layers, stages = len(layer_seconds), len(own)
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be split over {stages} stages: each needs at least one")
+    until = [0.0, *itertools.accumulate(layer_seconds)]
     # best[n]: over the stages so far, holding the first n layers: (slowest, sum of squares, split).
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
@@ -130,4 +188,4 @@ def plan_split(model: ModelShape, stages: int, point: OperatingPoint, device: De
                 if end not in grown or candidate < grown[end]:
                     grown[end] = candidate
         best = grown
-    return assess(model, best[layers][2], point, device, ranks)
+    return best[layers][2]

@@ -164,6 +164,31 @@ def test_the_command_speaks_json(llama: Path, capsys: pytest.CaptureFixture[str]
     assert max(said["splits"]["plan"]["stage_seconds"]) < max(said["splits"]["even"]["stage_seconds"])
 
 
+def test_a_recorded_run_takes_the_place_of_the_constants(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stages of 16 layers that took 3 ms and 5 ms: a head worth ten layers or so."""
+
+    def stage(milliseconds: float) -> list:
+        return [
+            [n, 8, 0, [n * 0.01, None, None, None, None, n * 0.01 + milliseconds / 1000], [0, 1e-4]] for n in (1, 2)
+        ]
+
+    recording = tmp_path / "run.json"
+    recording.write_text(json.dumps({"stages": [stage(3.0), stage(5.0)]}))
+    assert cli.main(["plan", str(llama), "-pp", "2", "--recording", str(recording), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["splits"]["even"]["stage_seconds"] == pytest.approx([3e-3, 5e-3], rel=1e-3)
+    assert said["splits"]["plan"]["layers"] == [21, 11]
+    assert cli.main(["plan", str(llama), "-pp", "4", "--recording", str(recording), "--recorded-split", "16,16"]) == 0
+    assert "the recording" in capsys.readouterr().out
+    for wrong in (["--recorded-split", "17,16"], ["--recorded-split", "16"]):
+        assert cli.main(["plan", str(llama), "-pp", "2", "--recording", str(recording), *wrong]) == 1
+    recording.write_text("{}")
+    assert cli.main(["plan", str(llama), "-pp", "2", "--recording", str(recording)]) == 1
+    assert "cannot be read as a recording" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, what",
     [
