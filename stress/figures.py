@@ -66,6 +66,7 @@ class Figures:
             ("  answered, and right", self.answered - sum(problem.number is not None for problem in self.problems)),
             ("  client went away", self.left),
             ("  ended by an injected fault", self.errors),
+            ("  lost with their killed clients", self.requests - self.answered - self.left - self.errors),
             ("tokens", self.tokens),
             ("tokens/s", f"{self.tokens / self.seconds:.0f}" if self.seconds else "-"),
             ("rounds", self.rounds),
