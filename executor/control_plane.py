@@ -248,6 +248,9 @@ class ControlPlane:
             self.failure = cause
             callback, self._on_failure = self._on_failure, None
         logger.error("The executor has failed: %s", cause)
+        if self._evidence.broken:
+            # No worker has said anything: let each show what it is doing.
+            self._supervisor.show_stacks()
         # Now, because vLLM may kill this process as soon as its front end knows, and
         # workers that have ended by themselves cannot do it. The sockets stay connected.
         remove_folder(self.folder.path)

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from vllm_handoff.executor.messages import REPORTED_EXIT, Failure
-from vllm_handoff.worker.process import WorkerLaunch, worker_main
+from vllm_handoff.worker.process import STACKS_SIGNAL, WorkerLaunch, worker_main
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,13 @@ class Supervisor:
     def stopped(self) -> list[int]:
         """Ranks whose process is stopped by a signal (SIGSTOP): alive, and never going to answer."""
         return [rank for rank, process in enumerate(self.processes) if _process_state(process.pid) == "T"]
+
+    def show_stacks(self) -> None:
+        """Make every worker write to its standard error where each of its threads is."""
+        for process in self._running():
+            with contextlib.suppress(ProcessLookupError):
+                assert process.pid
+                os.kill(process.pid, STACKS_SIGNAL)
 
     def watch(self, on_sign: Callable[[], None], has_work: Callable[[], bool]) -> None:
         """Call `on_sign`, once and on a thread of its own, at the first sign of a failure.

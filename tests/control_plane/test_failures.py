@@ -115,12 +115,21 @@ def test_a_failed_round_is_noticed_although_nobody_awaits_it() -> None:
         assert plane.failure is not None and "round 0 failed in execute_model on rank 0" in plane.failure
 
 
-def test_a_round_that_is_never_answered_times_out_by_name() -> None:
+def test_a_round_that_is_never_answered_times_out_by_name(capfd: pytest.CaptureFixture) -> None:
+    seen = ""
     with rounds(timeout=0.5) as (dispatcher, plane):
         future = send(dispatcher, act={"execute_model": "block"}, rank=1)
         with pytest.raises(ExecutorFailedError, match=r"round 0: no reply from rank 1 \(stage 1\) within 0.5 s"):
             future.result()
         assert plane.failure is not None
+
+        def shown() -> bool:
+            nonlocal seen
+            seen += capfd.readouterr().err
+            return "in execute_model" in seen
+
+        # Where the stage hangs, from the stage itself.
+        assert wait_for(shown)
 
 
 def test_a_round_that_nobody_awaits_is_not_held_against_a_short_wait() -> None:
