@@ -17,6 +17,10 @@ class NotHealthyError(RuntimeError):
     """The server does not do what a healthy one does. The message is one sentence."""
 
 
+class NoMetricsError(NotHealthyError):
+    """The server answers, and its metrics do not tell of rounds."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """What the server's metrics say of its rounds.
@@ -82,13 +86,14 @@ class Server:
         """What the metrics say.
 
         Raises:
-            NotHealthyError: they cannot be had, or are not of a server with HandoffExecutor.
+            NotHealthyError: they cannot be had.
+            NoMetricsError: they are not there, or not of a server with HandoffExecutor.
         """
         values: dict[str, float] = {}
         for name, value in _SAMPLE.findall(self._get("/metrics", None, _METRICS_TIMEOUT_S)):
             values[name] = values.get(name, 0.0) + float(value)
         if "vllm_handoff_rounds_completed_total" not in values:
-            raise NotHealthyError(
+            raise NoMetricsError(
                 f"{self.url}/metrics says nothing of vllm-handoff: the server runs another executor, has "
                 "--disable-log-stats, or more than one --api-server-count."
             )
@@ -107,7 +112,8 @@ class Server:
                 text: str = response.read().decode(errors="replace")
                 return text
         except urllib.error.HTTPError as error:
-            raise NotHealthyError(f"{self.url}{path} answered {error.code}: {error.read()[:200]!r}") from error
+            kind = NoMetricsError if path == "/metrics" and error.code == 404 else NotHealthyError
+            raise kind(f"{self.url}{path} answered {error.code}: {error.read()[:200]!r}") from error
         except (OSError, ValueError) as error:
             # URLError and a timeout are OSErrors.
             raise NotHealthyError(f"{self.url}{path} does not answer: {error}") from error
@@ -119,7 +125,7 @@ class ProgressWatch:
     Args:
         server: the server.
         stall_after: seconds without a completed round, with work there, until that is a stall.
-        probe_after: seconds of idleness until a token of our own shows that the engine still works.
+        probe_after: seconds of idleness until a token of our own shows that the engine still works; 0: never.
     """
 
     def __init__(self, server: Server, stall_after: float, probe_after: float) -> None:
@@ -135,7 +141,11 @@ class ProgressWatch:
         Raises:
             NotHealthyError: it is not; "alive but not advancing" if only its rounds stand still.
         """
-        progress = self._server.progress()
+        try:
+            progress = self._server.progress()
+        except NoMetricsError:
+            # Rounds cannot be watched: tokens of our own have to do.
+            return self._probe(now) if self._due(now) else "well; rounds cannot be watched without metrics"
         if progress.completed != self._completed:
             self._completed, self._advanced_at = progress.completed, now
             return f"advancing: {progress.completed} rounds, {progress.in_flight} in flight"
@@ -145,11 +155,17 @@ class ProgressWatch:
                 f"alive but not advancing: {progress.in_flight} rounds in flight, {progress.requests} requests, "
                 f"and no round completed for {quiet:.0f} s"
             )
-        if not progress.busy and quiet > self._probe_after:
-            try:
-                self._server.make_token(self._stall_after)
-            except NotHealthyError as error:
-                raise NotHealthyError(f"alive but not advancing: idle, and a token is not made ({error})") from error
-            self._advanced_at = now
-            return "idle; a token was made"
+        if not progress.busy and self._due(now):
+            return self._probe(now)
         return "idle" if not progress.busy else f"working; the last round completed {quiet:.0f} s ago"
+
+    def _due(self, now: float) -> bool:
+        return bool(self._probe_after) and now - self._advanced_at > self._probe_after
+
+    def _probe(self, now: float) -> str:
+        try:
+            self._server.make_token(self._stall_after)
+        except NotHealthyError as error:
+            raise NotHealthyError(f"alive but not advancing: a token is not made ({error})") from error
+        self._advanced_at = now
+        return "a token was made"

@@ -22,6 +22,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,12 +33,15 @@ from types import FrameType
 
 from vllm_handoff.executor.health import NotHealthyError, ProgressWatch, Server
 from vllm_handoff.executor.sd_notify import Notifier
+from vllm_handoff.executor.server_process import family_of
 
 EXECUTOR = "vllm_handoff.executor.HandoffExecutor"
 _DRAIN_S = 60
 _LOOK_EVERY_S = 10.0
 _TICK_S = 0.25
 _SELF_CHECK_S = 120.0
+# What processes of an ended server get to end by themselves.
+_FAMILY_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30,
         metavar="S",
-        help="seconds of idleness until a token is made to see that the engine works (default: 30)",
+        help="seconds of idleness until a token shows that the engine works; 0: never, if it may sleep (default: 30)",
     )
     parser.add_argument(
         "--give-up-after",
@@ -124,8 +128,9 @@ class Service:
 
     def run(self) -> int:
         """Run until the server ends, and return this process's exit status."""
-        # A process group of its own: Ctrl-C would reach it twice, and to vLLM the second means at once.
-        child = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, process_group=0)
+        # A session of its own: Ctrl-C would reach it twice, and to vLLM the second means at once;
+        # and by its session whatever it leaves behind can be found.
+        child = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True)
 
         def stop(number: int, frame: FrameType | None) -> None:
             first, self._asked_to_stop = not self._asked_to_stop, True
@@ -143,6 +148,7 @@ class Service:
             if child.poll() is None:
                 child.kill()
                 child.wait()
+            _end_family(child.pid)
 
     def _running(self, child: subprocess.Popen) -> bool:
         return child.poll() is None and not self._asked_to_stop
@@ -207,6 +213,17 @@ class Service:
         if text.partition(":")[0] != self._last_status:
             print(f"vllm-handoff serve: {'error: ' if error else ''}{text}", file=sys.stderr, flush=True)
         self._last_status = text.partition(":")[0]
+
+
+def _end_family(pid: int) -> None:
+    """Kill what an ended server has left: an engine that is stopped, or stuck, cannot see its front end go."""
+    deadline = time.monotonic() + _FAMILY_S
+    while left := family_of(pid):
+        if time.monotonic() > deadline:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        time.sleep(_TICK_S)
 
 
 def _positive(status: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_handoff.executor import cli, serve
-from vllm_handoff.executor.health import NotHealthyError, Progress, ProgressWatch, Server
+from vllm_handoff.executor.health import NoMetricsError, NotHealthyError, Progress, ProgressWatch, Server
 from vllm_handoff.executor.sd_notify import Notifier
 
 METRICS = """\
@@ -61,6 +61,22 @@ def test_rounds_that_stand_still_are_a_stall_only_after_a_while() -> None:
     assert "advancing" in watch.look(32)
 
 
+def test_without_metrics_tokens_have_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+
+    def progress() -> Progress:
+        raise NoMetricsError("none")
+
+    monkeypatch.setattr(server, "progress", progress)
+    watch = ProgressWatch(server, stall_after=30, probe_after=30)
+    for now in (100, 110, 131):
+        watch.look(now)
+    assert server.tokens == 2
+    server.stuck = True
+    with pytest.raises(NotHealthyError, match="alive but not advancing"):
+        watch.look(162)
+
+
 def test_requests_without_rounds_are_a_stall_too() -> None:
     server = FakeServer()
     watch = ProgressWatch(server, stall_after=30, probe_after=30)
@@ -75,10 +91,10 @@ def test_an_idle_server_proves_itself_with_a_token_now_and_then() -> None:
     watch = ProgressWatch(server, stall_after=30, probe_after=30)
     watch.look(0)
     assert (watch.look(30), server.tokens) == ("idle", 0)
-    assert "token" in watch.look(31) and server.tokens == 1
+    assert "a token was made" in watch.look(31) and server.tokens == 1
     assert watch.look(61) == "idle"
     server.stuck = True
-    with pytest.raises(NotHealthyError, match="alive but not advancing: idle, and a token is not made"):
+    with pytest.raises(NotHealthyError, match="alive but not advancing: a token is not made"):
         watch.look(62)
 
 

@@ -24,7 +24,7 @@ STARTUP_S = 180
 class Systemd:
     """A service under a stand-in for systemd: its messages, its processes, its end."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, ours: tuple[str, ...] = (), vllms: tuple[str, ...] = ()) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -33,7 +33,18 @@ class Systemd:
         self.messages: list[str] = []
         self.log = folder / "log"
         command = [sys.executable, "-m", "vllm_handoff.executor.cli", "serve", "--stall-after", "4", "--probe-after"]
-        command += ["1", str(model), "--pipeline-parallel-size", "2", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += [
+            "1",
+            *ours,
+            str(model),
+            *vllms,
+            "--pipeline-parallel-size",
+            "2",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
         command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
         command += ["--dtype", "float32", "--shutdown-timeout", "10"]
         env = {**os.environ, "NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "3000000"}
@@ -112,6 +123,23 @@ def test_ready_watched_and_stopped(service: Systemd) -> None:
     service.process.send_signal(signal.SIGTERM)
     service.wait_for("STOPPING=1", 5)
     assert service.process.wait(40) == 0
+
+
+def test_a_server_that_stands_still_is_ended_and_leaves_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+    # With two API servers there are no metrics of rounds: tokens have to do.
+    service = Systemd(tiny_llama, tmp_path, ours=("--give-up-after", "6"), vllms=("--api-server-count", "2"))
+    try:
+        service.wait_for("READY=1", STARTUP_S)
+        service.wait_for("(?s)WATCHDOG=1.*a token was made", 10)
+        family = family_of(service.process.pid)
+        (engine,) = service.named("EngineCore")
+        os.kill(engine, signal.SIGSTOP)
+        service.wait_for("^STATUS=alive but not advancing: a token is not made", 20)
+        assert service.process.wait(60) not in (0, None)
+        assert "the server is ended" in service.log.read_text()
+        assert not family & family_of(service.process.pid, family)
+    finally:
+        service.end()
 
 
 def _stop(pid: int) -> None:
