@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -25,9 +25,6 @@ from vllm_handoff.worker.parent_watch import watch_parent
 from vllm_handoff.worker.work_clock import WorkClock
 
 logger = logging.getLogger(__name__)
-
-# Makes a worker write where each of its threads is to its standard error.
-STACKS_SIGNAL = signal.SIGUSR2
 
 
 @dataclass
@@ -66,6 +63,10 @@ def worker_main(launch: WorkerLaunch) -> None:
     for fd in launch.close_fds:
         with contextlib.suppress(OSError):
             os.close(fd)
+    # What a fork inherits lives as long as it does. vLLM collects garbage five
+    # times while it loads a model, which took half a second each, and a copy of
+    # every page that was looked at.
+    gc.freeze()
     _install_signal_handlers()
     assert launch.life is not None
     # An engine that was killed leaves its folder to its workers.
@@ -139,5 +140,3 @@ def _install_signal_handlers() -> None:
             raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, terminate)
-    # The executor asks when a round is overdue. Works while a thread is stuck in a C++ call, as no other handler does.
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
