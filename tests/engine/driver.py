@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -57,6 +58,12 @@ def start(state: State, **engine_args: Any) -> None:
     from vllm import LLM
 
     state["llm"] = LLM(disable_log_stats=True, **engine_args)
+
+
+def end(state: State) -> None:
+    """Let go of the engine, as a user does who needs it no more."""
+    del state["llm"]
+    gc.collect()
 
 
 def core(state: State) -> Any:

@@ -165,6 +165,8 @@ def _within(seconds: float, condition: Callable[[], bool]) -> bool:
 
 def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
     os.setsid()
+    # What was imported lives on: vLLM collects garbage five times while a model is loaded, half a second each.
+    gc.freeze()
     os.environ.update(environment)
     tempfile.tempdir = None
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

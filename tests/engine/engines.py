@@ -58,6 +58,8 @@ def running(folder: Path, start: Callable[..., None], **args: Any) -> Iterator[E
     try:
         process.run(start, **args)
         yield process
+        process.run(driver.end)
+        assert process.children() == set()
         process.stop()
     finally:
         process.kill()

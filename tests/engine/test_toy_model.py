@@ -79,8 +79,8 @@ def test_a_crowd_in_little_kv_space(engine: EngineProcess) -> None:
     arrivals, answers = toy_requests(seed=1, count=400, every=1)
     run = engine.run(driver.drive, arrivals)
     check(run, answers)
-    assert run.preemptions > 100
-    assert sum(run.aborted) > 80
+    assert run.preemptions > 30
+    assert sum(run.aborted) > 60
     assert {answer.finish_reason for answer in run.answers} == {"stop", "length", None}
 
 
