@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -25,6 +26,9 @@ from vllm_handoff.worker.parent_watch import watch_parent
 from vllm_handoff.worker.work_clock import WorkClock
 
 logger = logging.getLogger(__name__)
+
+# Makes a worker write where each of its threads is to its standard error.
+STACKS_SIGNAL = signal.SIGUSR2
 
 
 @dataclass
@@ -140,3 +144,5 @@ def _install_signal_handlers() -> None:
             raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, terminate)
+    # The executor asks when a round is overdue. Works while a thread is stuck in a C++ call, as no other handler does.
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
