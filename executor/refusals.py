@@ -88,6 +88,41 @@ WITH_STAGES = (
 )
 
 
+# Refused on a CPU, where no native version of the kernels exists: they would die in the worker.
+ON_A_CPU = (
+    Refusal(
+        "speculative decoding on a CPU",
+        lambda c: c.speculative_config is not None,
+        "drop --speculative-config",
+    ),
+    Refusal(
+        "pooling models on a CPU",
+        _model(lambda m: m.runner_type == "pooling"),
+        "use --distributed-executor-backend mp",
+    ),
+    Refusal(
+        "models with recurrent state (hybrid, Mamba) on a CPU",
+        _model(lambda m: m.is_hybrid or m.has_inner_state),
+        "use --distributed-executor-backend mp",
+    ),
+    Refusal(
+        "multimodal inputs on a CPU",
+        _model(lambda m: m.supports_multimodal_inputs),
+        "add --language-model-only, or use --distributed-executor-backend mp",
+    ),
+    Refusal(
+        "watermarking on a CPU",
+        lambda c: getattr(c, "watermark_config", None) is not None,
+        "drop the watermark configuration",
+    ),
+    Refusal(
+        "batch-sharded sampling on a CPU",
+        lambda c: bool(getattr(c.parallel_config, "enable_batch_sharded_sampling", False)),
+        "drop --enable-batch-sharded-sampling",
+    ),
+)
+
+
 def check_supported(vllm_config: Any) -> None:
     """Refuse a configuration on the lists above.
 
@@ -95,6 +130,7 @@ def check_supported(vllm_config: Any) -> None:
         UnsupportedFeatureError: with what is refused and what to do instead.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    for refusal in ALWAYS + (WITH_STAGES if stages > 1 else ()):
+    on_a_cpu = vllm_config.device_config.device_type == "cpu"
+    for refusal in ALWAYS + (WITH_STAGES if stages > 1 else ()) + (ON_A_CPU if on_a_cpu else ()):
         if refusal.applies(vllm_config):
             raise UnsupportedFeatureError(f"vllm-handoff does not run {refusal.what} yet: {refusal.remedy}.")

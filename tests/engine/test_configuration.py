@@ -13,7 +13,7 @@ import configurations
 from engine_process import EngineProcess, EngineProcessError
 from engines import EXECUTOR, SMALL
 from vllm_handoff.executor.configuration import ASYNC_SCHEDULER, CPU_WORKER, SYNC_SCHEDULER
-from vllm_handoff.executor.refusals import ALWAYS, WITH_STAGES, UnsupportedFeatureError, check_supported
+from vllm_handoff.executor.refusals import ALWAYS, ON_A_CPU, WITH_STAGES, UnsupportedFeatureError, check_supported
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 
@@ -152,7 +152,10 @@ def _configuration(stages: int = 2, **different: Any) -> SimpleNamespace:
             data_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
+            enable_batch_sharded_sampling=False,
         ),
+        watermark_config=None,
+        device_config=SimpleNamespace(device_type="cuda"),
         model_config=SimpleNamespace(
             runner_type="generate",
             is_encoder_decoder=False,
@@ -184,22 +187,33 @@ REFUSED: dict[str, dict[str, Any]] = {
     "models with recurrent state (hybrid, Mamba) with pipeline parallelism": {"model_config__has_inner_state": True},
     "multimodal inputs with pipeline parallelism": {"model_config__supports_multimodal_inputs": True},
     "KV connectors with pipeline parallelism": {"kv_transfer_config": object()},
+    "speculative decoding on a CPU": {"speculative_config": object()},
+    "pooling models on a CPU": {"model_config__runner_type": "pooling"},
+    "models with recurrent state (hybrid, Mamba) on a CPU": {"model_config__is_hybrid": True},
+    "multimodal inputs on a CPU": {"model_config__supports_multimodal_inputs": True},
+    "watermarking on a CPU": {"watermark_config": object()},
+    "batch-sharded sampling on a CPU": {"parallel_config__enable_batch_sharded_sampling": True},
 }
+ALL = ALWAYS + WITH_STAGES + ON_A_CPU
 
 
 def test_every_refusal_has_its_case_here() -> None:
-    assert set(REFUSED) == {refusal.what for refusal in ALWAYS + WITH_STAGES}
+    assert set(REFUSED) == {refusal.what for refusal in ALL}
     check_supported(_configuration())
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refusals(what: str) -> None:
+    case = REFUSED[what]
+    (refusal,) = (refusal for refusal in ALL if refusal.what == what)
+    if refusal in ON_A_CPU:
+        check_supported(_configuration(stages=1, **case))
+        case = {"stages": 1, "device_config__device_type": "cpu", **case}
     with pytest.raises(UnsupportedFeatureError) as caught:
-        check_supported(_configuration(**REFUSED[what]))
-    (refusal,) = (refusal for refusal in ALWAYS + WITH_STAGES if refusal.what == what)
+        check_supported(_configuration(**case))
     assert str(caught.value) == f"vllm-handoff does not run {what} yet: {refusal.remedy}."
     if what in {refusal.what for refusal in WITH_STAGES}:
-        check_supported(_configuration(stages=1, **REFUSED[what]))
+        check_supported(_configuration(stages=1, **case))
 
 
 @pytest.mark.parametrize(
