@@ -82,6 +82,12 @@ def test_one_stage_never_hands_off() -> None:
     assert not any(ledger.open_round([row], 1).handoff for row in (prompt("a"), decode("a"), decode("a")))
 
 
+def test_one_stage_does_not_mind_a_wrong_guess() -> None:
+    ledger = HandoffLedger(stages=1)
+    ledger.open_round([prompt("a", feeds=False)], 5)
+    assert ledger.open_round([decode("a")], 1).needs == ()
+
+
 def test_decoding_after_the_last_sample_is_caught() -> None:
     ledger = HandoffLedger(stages=2)
     ledger.open_round([prompt("a", feeds=False)], 5)
