@@ -156,7 +156,6 @@ def _complete_configuration() -> None:
 
     from vllm_handoff.executor.configuration import complete, uses_handoff
     from vllm_handoff.executor.front_end import remove_at_exit
-    from vllm_handoff.executor.front_end import remove_at_exit
 
     platform = type(current_platform)
     owner = next(cls for cls in platform.__mro__ if "check_and_update_config" in cls.__dict__)
@@ -175,7 +174,6 @@ def _complete_configuration() -> None:
             if start_method is not None:
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
             complete(vllm_config)
-            remove_at_exit(vllm_config.instance_id)
             remove_at_exit(vllm_config.instance_id)
 
         return classmethod(_mark(check_and_update_config))
