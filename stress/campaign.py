@@ -75,7 +75,13 @@ class Campaign:
         """Start an engine; None (and a problem) if it does not come up."""
         self.progress(0, "starting")
         life = Life(self.setup, self.environment, self.folder / "engine.log")
-        if life.wait_ready(START_S):
+        try:
+            ready = life.wait_ready(START_S)
+        except BaseException:
+            # Ctrl-C while it starts.
+            life.bury()
+            raise
+        if ready:
             self.figures.lives += 1
             return life
         self.figures.problems.append(Problem("start", f"the engine did not start; its log ends:\n{life.last_words()}"))

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from typing import Any
 
 from vllm_handoff.stress.clients import Client, EngineClient, ServerClient
@@ -106,8 +107,14 @@ class Child:
 
 def main() -> None:
     """Run the child that life.py describes on the command line."""
-    status = asyncio.run(Child(json.loads(sys.argv[1]), int(sys.argv[2])).serve())
+    status = 1
+    try:
+        status = asyncio.run(Child(json.loads(sys.argv[1]), int(sys.argv[2])).serve())
+    except Exception:
+        traceback.print_exc()
+    # Without unwinding: an engine that did not start can leave threads that never end.
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol
 
 EXECUTOR = "vllm_handoff.executor.HandoffExecutor"
+TOY_EXECUTOR = "vllm_handoff.stress.toy_executor.ToyExecutor"
 EXTENSION = "vllm_handoff.stress.worker_extension.StressExtension"
 
 
@@ -57,8 +58,9 @@ class EngineClient:
         if current_platform.is_cpu():
             options = {"dtype": "float32", "enforce_eager": True, **options}
         self.preemptions = 0
+        executor = TOY_EXECUTOR if toy else EXECUTOR
         args = AsyncEngineArgs(
-            **{"distributed_executor_backend": EXECUTOR, "worker_extension_cls": EXTENSION, **options}
+            **{"distributed_executor_backend": executor, "worker_extension_cls": EXTENSION, **options}
         )
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[self._stat_logger()])
 
