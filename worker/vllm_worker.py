@@ -47,6 +47,8 @@ def build_vllm_worker(
         instrumenting_module_name="vllm.worker", process_kind="worker", process_name=f"Worker_{rank}"
     )
 
+    from vllm_handoff.worker.shared_gloo import share_gloo_device
+
     worker = WorkerWrapperBase(rpc_rank=rank, global_rank=rank)
     all_kwargs: list[dict[str, Any]] = [{} for _ in range(parallel_config.world_size)]
     all_kwargs[rank] = {
@@ -59,6 +61,8 @@ def build_vllm_worker(
     }
     worker.init_worker(all_kwargs)
     _name_process(vllm_config)
+    if current_platform.is_cpu():
+        share_gloo_device()
     worker.init_device()
     # The groups exist now, and with them the stage that goes into the name.
     _name_process(vllm_config)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from vllm_handoff.scheduler_ext.manifest import HEADER_MAGIC, Manifest, Row
 from vllm_handoff.worker.handoff import HandoffMismatchError, HandoffReceiver, HandoffSender
 from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
+from vllm_handoff.worker.shared_gloo import share_gloo_device
 from vllm_handoff.worker.transfer import Peer, TransferError, warm_up
 
 CPU = torch.device("cpu")
@@ -166,6 +167,36 @@ def test_a_handoff_of_another_round_ends_with_both_named(tmp_path: Path) -> None
     assert HandoffMismatchError.__name__ in error
     assert "of round 9" in error
     assert "of round 8" in error
+
+
+def _polling_threads() -> int:
+    tasks = Path("/proc/self/task").iterdir()
+    return sum((task / "comm").read_text().strip() == "gloo_tcp_loop" for task in tasks)
+
+
+def _shared_device_role(rank: int, group: dist.ProcessGroup) -> Any:
+    before = _polling_threads()
+    share_gloo_device()
+    share_gloo_device()
+    groups = [dist.new_group([0, 1]) for _ in range(4)]
+    for number, one in enumerate(groups):
+        peer = Peer(one, 1 - rank, 1 - rank)
+        if rank == 0:
+            peer.send(torch.full((3,), number), "shared")
+            KEEP.append(peer)
+        else:
+            found = torch.zeros(3, dtype=torch.int64)
+            peer.post_receive(found, "shared").wait()
+            assert found.tolist() == [number] * 3
+        assert isinstance(one, dist.ProcessGroup)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=groups[0])
+    return total.item(), _polling_threads() - before
+
+
+@pytest.mark.timeout(120)
+def test_groups_share_one_gloo_device(tmp_path: Path) -> None:
+    assert run_pair(tmp_path, _shared_device_role) == [(2.0, 1), (2.0, 1)]
 
 
 def _many_role(rank: int, group: dist.ProcessGroup) -> Any:
