@@ -168,8 +168,8 @@ class Service:
                 self._say(f"the self-check failed: {error}", error=True)
                 child.terminate()
             return False
-        self._notifier.ready("ready: the first token was made")
         self._say("ready: the first token was made")
+        self._notifier.ready("ready: the first token was made")
         return True
 
     def _stay(self, child: subprocess.Popen) -> None:

@@ -110,7 +110,10 @@ def service(tiny_llama: Path, tmp_path: Path) -> Iterator[Systemd]:
 
 def test_ready_watched_and_stopped(service: Systemd) -> None:
     # Ready came after the self-check's token, not with the server's /health.
-    log = service.log.read_text()
+    # The server writes its own lines when it likes.
+    deadline = time.monotonic() + 10
+    while "POST /v1/completions" not in (log := service.log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert log.index("waiting for the first token") < log.index("POST /v1/completions") < log.index("ready: the first")
     service.wait_for("WATCHDOG=1", 10)
     # An engine that is stopped: the server is alive, the watchdog goes hungry.
