@@ -246,13 +246,12 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         # run rounds whose tokens are sure to be thrown away.
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[req_id]
-            if not request.is_prefill_chunk and self._budget_in_flight(request):
+            if request.is_prefill_chunk:
+                # A mark from an earlier life (before a preemption, or an earlier turn of a
+                # streaming session) would keep the next chunk out of the running queue's turn.
+                request.next_decode_eligible_step = 0
+            elif self._budget_in_flight(request):
                 request.next_decode_eligible_step = _NEVER
-
-    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
-        super()._preempt_request(request, timestamp, drop_stale_output)
-        # A resumed request prefills in chunks from the running queue, where a stale mark would hold it back.
-        request.next_decode_eligible_step = 0
 
 
 class HandoffSyncScheduler(ManifestMixin, Scheduler):
