@@ -163,7 +163,7 @@ class HandoffCollector:
                 "hop": counts.hop_wait_ns,
                 "handoff": counts.handoff_wait_ns,
             }
-        # The device may have had rounds to do when its host's wait began: that shows later, and the sum stands till then.
+        # The device may have had rounds to do when its host's wait began. That shows later; the sum stands till then.
         idle = self._idle_seen[rank] = max(self._idle_seen.get(rank, 0), counts.device_idle_ns + open_ns)
         return {"command": idle, "hop": counts.device_hop_wait_ns, "handoff": counts.device_handoff_wait_ns}
 
