@@ -24,11 +24,14 @@ class HandoffSettings:
             rounds; "auto" decides by measured stage times, 0 never spreads.
         layer_split: "auto" gives the stages as many layers as `vllm-handoff plan`
             advises, unless VLLM_PP_LAYER_PARTITION is set; "even" leaves it to vLLM.
+        rendezvous: on GPUs, a transfer between stages starts once both ends have come
+            to it, so that no kernel waits for a peer; false: NCCL's kernels wait.
     """
 
     depth: int | None = None
     split_rows: int | Literal["auto"] = "auto"
     layer_split: Literal["even", "auto"] = "even"
+    rendezvous: bool = True
 
     @classmethod
     def of(cls, vllm_config: Any) -> HandoffSettings:
@@ -69,3 +72,5 @@ class HandoffSettings:
             raise SettingsError(f'handoff split_rows {self.split_rows!r} must be "auto" or a number of requests from 0')
         if self.layer_split not in ("even", "auto"):
             raise SettingsError(f'handoff layer_split {self.layer_split!r} must be "even" or "auto"')
+        if not isinstance(self.rendezvous, bool):
+            raise SettingsError(f"handoff rendezvous {self.rendezvous!r} must be true or false")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
@@ -51,6 +52,8 @@ class HandoffWorkerMixin(_Base):
             self._links.drain()
         # From here on every round is the scheduler's.
         self._warm_up = None
+        # What start-up made lives as long as this process; looking at it again and again would hold up rounds.
+        gc.freeze()
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
