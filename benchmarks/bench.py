@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_handoff.benchmarks.loads import SHAPES, STANDARD, Load, OnlineLoad, write_shape
+from vllm_handoff.executor import json_report
 
 EXECUTOR = "vllm_handoff.executor.HandoffExecutor"
 
@@ -134,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="KV space of each engine on each GPU; all engines then start at once",
     )
     parser.add_argument("--without", action="append", default=[], metavar="ENGINE", help="leave mp or handoff out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    json_report.add_argument(parser)
     parser.add_argument(
         "--record",
         type=Path,
@@ -247,6 +248,12 @@ def run(args: argparse.Namespace) -> int:
     """The command."""
     for load in args.loads:
         Load.parse(load)
+    with json_report.report_of(args) as report:
+        rows = _run(args, report)
+    return 0 if all(row["same_tokens"] for row in rows) else 1
+
+
+def _run(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any]]:
     deadline = time.monotonic() + args.budget
     with tempfile.TemporaryDirectory(prefix="handoff-bench-") as name:
         folder = Path(name)
@@ -270,7 +277,6 @@ def run(args: argparse.Namespace) -> int:
             for child in children:
                 child.stop()
     rows = summarise(records)
-    if args.json:
-        args.json.write_text(json.dumps({"arguments": vars(args), "rows": rows, "runs": records}, default=str))
     show(rows, [child.name for child in children])
-    return 0 if all(row["same_tokens"] for row in rows) else 1
+    report |= {"arguments": vars(args), "rows": rows, "runs": records}
+    return rows

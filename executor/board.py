@@ -18,6 +18,7 @@ import mmap
 import os
 import struct
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -34,8 +35,8 @@ _MARKER = "instance-{}"
 class WorkerCounts(msgspec.Struct):
     """What one worker has done, in rounds and in ns of the machine's monotonic clock.
 
-    Times are the host's. With gloo the host waits for transfers itself; with
-    NCCL the device does, and the host's wait is next to nothing.
+    On a CPU the host waits for transfers itself, and its times are the stage's.
+    On a GPU the device does, and has times of its own; they are a few rounds late.
 
     Attributes:
         rounds: rounds run.
@@ -47,6 +48,9 @@ class WorkerCounts(msgspec.Struct):
         handoff_wait_ns: time that the host waited for sampled tokens.
         deliveries: rounds that arrived while this worker was idle.
         delivery_ns: how long these took from the engine to here.
+        on_device: 1 if the device's times are counted.
+        device_busy_ns, device_idle_ns, device_hop_wait_ns, device_handoff_wait_ns: the device's
+            time in rounds less waiting, between rounds, and waiting for transfers.
     """
 
     rounds: int = 0
@@ -58,6 +62,11 @@ class WorkerCounts(msgspec.Struct):
     handoff_wait_ns: int = 0
     deliveries: int = 0
     delivery_ns: int = 0
+    on_device: int = 0
+    device_busy_ns: int = 0
+    device_idle_ns: int = 0
+    device_hop_wait_ns: int = 0
+    device_handoff_wait_ns: int = 0
 
 
 class Board:
@@ -68,6 +77,7 @@ class Board:
 
     def __init__(self, path: Path, counts: msgspec.Struct) -> None:
         self._layout = _layout(type(counts))
+        self._tag = _tag(type(counts))
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, self._layout.size)
@@ -77,7 +87,7 @@ class Board:
         self.write(counts)
 
     def write(self, counts: msgspec.Struct) -> None:
-        self._layout.pack_into(self._memory, 0, *msgspec.structs.astuple(counts))
+        self._layout.pack_into(self._memory, 0, self._tag, *msgspec.structs.astuple(counts))
 
 
 _Counts = TypeVar("_Counts", bound=msgspec.Struct)
@@ -96,8 +106,8 @@ class BoardReader(Generic[_Counts]):
         self._layout = _layout(counts)
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(self._memory) != self._layout.size:
-            raise ValueError(f"{path} has {len(self._memory)} bytes, {self._layout.size} were expected")
+        if len(self._memory) != self._layout.size or self._layout.unpack_from(self._memory)[0] != _tag(counts):
+            raise ValueError(f"{path} is not a board of {counts.__name__}, or of another version")
 
     def read(self) -> _Counts:
         before = self._layout.unpack_from(self._memory)
@@ -106,11 +116,16 @@ class BoardReader(Generic[_Counts]):
             if (values := self._layout.unpack_from(self._memory)) == before:
                 break
             before = values
-        return self._type(*before)
+        return self._type(*before[1:])
 
 
 def _layout(counts: type[msgspec.Struct]) -> struct.Struct:
-    return struct.Struct(f"{len(counts.__struct_fields__)}q")
+    return struct.Struct(f"{1 + len(counts.__struct_fields__)}q")
+
+
+def _tag(counts: type[msgspec.Struct]) -> int:
+    """Stands first on a board and says what its numbers are."""
+    return zlib.crc32(",".join((counts.__name__, *counts.__struct_fields__)).encode())
 
 
 def worker_board(folder: str, rank: int) -> Path:

@@ -6,6 +6,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
+from vllm_handoff.worker.device_clock import DeviceClock
 from vllm_handoff.worker.recorder import Mark, Recorder
 from vllm_handoff.worker.timeline import Timeline
 from vllm_handoff.worker.warm_up import WarmUpManifests
@@ -54,6 +55,9 @@ class HandoffWorkerMixin(_Base):
         self._warm_up = None
         # What start-up made lives as long as this process; looking at it again and again would hold up rounds.
         gc.freeze()
+        if self.device.type == "cuda":
+            # Not before: graphs are captured in warm-up, and a capture takes no timing events.
+            self._recorder.clock = DeviceClock()
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:

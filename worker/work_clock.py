@@ -9,6 +9,8 @@ from vllm_handoff.executor.board import WorkerCounts
 
 # Time that this process's host has waited for arrivals, in ns, by kind of link.
 waited_ns = {"hop": 0, "handoff": 0}
+# The same of its device, with what it works and idles: empty on a CPU, whose host is the device (device_clock.py).
+device_ns: dict[str, float] = {}
 
 
 class WorkClock:
@@ -43,6 +45,12 @@ class WorkClock:
         waits = counts.hop_wait_ns + counts.handoff_wait_ns
         counts.busy_ns += now - counts.since_ns - (waits - self._waits_before)
         self._waits_before = waits
+        if device_ns:
+            counts.on_device = 1
+            counts.device_busy_ns = int(device_ns["busy"])
+            counts.device_idle_ns = int(device_ns["idle"])
+            counts.device_hop_wait_ns = int(device_ns["hop"])
+            counts.device_handoff_wait_ns = int(device_ns["handoff"])
         self._switch(working=0, now=now)
 
     def _switch(self, working: int, now: int) -> None:
