@@ -35,6 +35,7 @@ from vllm_handoff.executor.messages import ALL_RANKS
 from vllm_handoff.executor.rounds import RoundDispatcher
 from vllm_handoff.executor.stats import RoundStats
 from vllm_handoff.executor.version import check_vllm_version
+from vllm_handoff.scheduler_ext.settings import HandoffSettings
 from vllm_handoff.scheduler_ext.stage_time import keep_stage_times
 from vllm_handoff.worker.vllm_worker import build_vllm_worker
 
@@ -98,7 +99,15 @@ class HandoffExecutor(Executor):
                 "shared_worker_lock": shared_worker_lock,
             }
 
-        self._plane = ControlPlane(world_size, stage_size, build_vllm_worker, build_kwargs, context, start_environment)
+        self._plane = ControlPlane(
+            world_size,
+            stage_size,
+            build_vllm_worker,
+            build_kwargs,
+            context,
+            start_environment,
+            HandoffSettings.of(vllm_config).stall_seconds,
+        )
         self._finalizer = weakref.finalize(self, self._plane.close)
         if aiter_requires_tcp_store():
             init_method = get_distributed_init_method(get_loopback_ip(), get_open_port())

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_handoff.executor.board import Phase
+from vllm_handoff.worker import work_clock
 from vllm_handoff.worker.transfer import Peer, PendingReceive
 
 
@@ -90,7 +92,8 @@ class HopSender:
         index, self._next = self._next, (self._next + 1) % len(self._buffers)
         if self._handles[index] is not None:
             # Orders the overwrite after the send; the stream waits, not the host, where there is a stream.
-            self._handles[index].wait()
+            with work_clock.here().waiting(Phase.SEND):
+                self._handles[index].wait()
         buffer = self._buffers[index]
         for key, view in self._layout.views(buffer).items():
             view[:num_tokens].copy_(tensors[key][:num_tokens])

@@ -9,14 +9,16 @@ nothing before.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from vllm_handoff.worker.work_clock import waited_ns
+from vllm_handoff.executor.board import Phase
+from vllm_handoff.worker import work_clock
+
+_WAITS = {"hop": Phase.HOP, "handoff": Phase.HANDOFF}
 
 
 class TransferError(RuntimeError):
@@ -54,7 +56,8 @@ class Peer:
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         if len(self._sending) >= self.MOST_UNDER_WAY:
-            self._sending.popleft()[0].wait()
+            with work_clock.here().waiting(Phase.SEND):
+                self._sending.popleft()[0].wait()
         try:
             handle = dist.isend(tensor, dst=self.rank, group=self.group)
         except RuntimeError as error:
@@ -85,12 +88,11 @@ class PendingReceive:
         Raises:
             TransferError: the peer is gone or the transfer timed out.
         """
-        begin = time.monotonic_ns()
         try:
-            self._handle.wait()
+            with work_clock.here().waiting(_WAITS[self._peer.link]):
+                self._handle.wait()
         except RuntimeError as error:
             raise TransferError(f"{self._what}: receiving from stage {self._peer.stage} failed: {error}") from error
-        waited_ns[self._peer.link] += time.monotonic_ns() - begin
 
 
 def warm_up(group: dist.ProcessGroup, pairs: list[tuple[int, int]], device: torch.device) -> None:
