@@ -1,6 +1,6 @@
 """Every patch of vLLM, one function each: what it changes, why, for which versions, and when it can go.
 
-All apply to vLLM 0.32.x. Each wraps one method, calls the original, and acts
+(Those of its server are in server_patches.py.) All apply to vLLM 0.32.x. Each wraps one method, calls the original, and acts
 only on configurations whose executor is HandoffExecutor. They are idempotent:
 a wrapper carries a mark, and wrapping a marked method does nothing.
 """
@@ -154,6 +154,7 @@ def _complete_configuration() -> None:
     """
     from vllm.platforms import current_platform
 
+    from vllm_handoff.executor import server_patches
     from vllm_handoff.executor.configuration import complete, uses_handoff
     from vllm_handoff.executor.front_end import remove_at_exit
 
@@ -175,6 +176,7 @@ def _complete_configuration() -> None:
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
             complete(vllm_config)
             remove_at_exit(vllm_config.instance_id)
+            server_patches.apply()
 
         return classmethod(_mark(check_and_update_config))
 
