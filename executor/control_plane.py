@@ -22,12 +22,14 @@ import zmq
 from vllm_handoff.executor import messages, pickling
 from vllm_handoff.executor.board import BoardReader, WorkerCounts, worker_board
 from vllm_handoff.executor.calls import CallFuture, CallTable
-from vllm_handoff.executor.channel import ControlChannel
+from vllm_handoff.executor.channel import DESCRIPTORS, DESCRIPTORS_A_WORKER, ControlChannel
+from vllm_handoff.executor.descriptors import require_descriptors
 from vllm_handoff.executor.errors import ExecutorFailedError, WorkerStartError
 from vllm_handoff.executor.folder import ControlFolder, remove_folder
 from vllm_handoff.executor.messages import ALL_RANKS, Call, Command, Failure, Ready, Shutdown
 from vllm_handoff.executor.stall import StallWatch, processor_ns_of_group
 from vllm_handoff.executor.supervisor import REPORT_S, SETTLE_S, TICK_S, Evidence, Supervisor
+from vllm_handoff.worker.control_link import WORKER_DESCRIPTORS
 from vllm_handoff.worker.process import WorkerLaunch
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,9 @@ class ControlPlane:
         environment: Callable[[int], contextlib.AbstractContextManager] = lambda rank: contextlib.nullcontext(),
         stall_seconds: float = 0,
     ) -> None:
+        # Before anything is made that would have to be removed, which takes descriptors too.
+        # A forked worker starts with as many open as there are here, and needs its own besides.
+        require_descriptors(DESCRIPTORS + WORKER_DESCRIPTORS + DESCRIPTORS_A_WORKER * world_size, "an engine")
         self.world_size = world_size
         self.stage_size = stage_size
         self.folder = ControlFolder()
@@ -69,7 +74,11 @@ class ControlPlane:
         self._environment = environment
         self._stall_seconds = stall_seconds
         self._stall: StallWatch | None = None
-        self._supervisor = Supervisor(context or multiprocessing.get_context(), self.describe_rank)
+        try:
+            self._supervisor = Supervisor(context or multiprocessing.get_context(), self.describe_rank)
+        except OSError:
+            self.folder.remove()
+            raise
         self._evidence = Evidence(self.describe_rank)
         self._channel: ControlChannel | None = None
         self._calls: CallTable | None = None
