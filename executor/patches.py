@@ -1,8 +1,9 @@
 """Every patch of vLLM, one function each: what it changes, why, for which versions, and when it can go.
 
-All (but those of its server: server_patches.py) apply to vLLM 0.32.x. Each wraps one method, calls the original, and acts
+All apply to vLLM 0.32.x. Each wraps one method, calls the original, and acts
 only on configurations whose executor is HandoffExecutor. They are idempotent:
-a wrapper carries a mark, and wrapping a marked method does nothing.
+a wrapper carries a mark, and wrapping a marked method does nothing. Those of
+vLLM's server are in server_patches.py.
 """
 
 from __future__ import annotations

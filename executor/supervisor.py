@@ -56,11 +56,7 @@ class Evidence:
         reporters = {rank for rank, _ in self.reports}
         silent = [(rank, describe_exit(code)) for rank, code in self.exits.items() if rank not in reporters]
         reports = sorted(self.reports, key=lambda entry: entry[1].at)
-        lines = [
-            f"{self._describe_rank(rank)} {how} without a report. Look for its last log lines, the kernel's "
-            "out-of-memory killer and the container's limits."
-            for rank, how in silent
-        ]
+        lines = [f"{self._describe_rank(rank)} {how} without a report. {where_to_look(how)}" for rank, how in silent]
         for rank, report in reports:
             lines.append(f"{report.where} failed in {report.phase} on {self._describe_rank(rank)}: {report.error}")
         lines.extend(self.broken)
@@ -77,6 +73,13 @@ def describe_exit(exitcode: int | None) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-exitcode).name}"
     return f"exited with code {exitcode}"
+
+
+def where_to_look(how: str) -> str:
+    """What to do about a process that ended so."""
+    if how.endswith(signal.SIGBUS.name):
+        return "Memory that it had mapped has no room: /dev/shm is full or too small (df /dev/shm, --shm-size)."
+    return "Look for its last log lines, the kernel's out-of-memory killer and the container's limits."
 
 
 class Supervisor:
