@@ -8,14 +8,16 @@ receive waited for at its point of use occupies nothing before.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
-from vllm_handoff.worker.work_clock import waited_ns
+from vllm_handoff.executor.board import Phase
+from vllm_handoff.worker import work_clock
+
+_WAITS = {"hop": Phase.HOP, "handoff": Phase.HANDOFF}
 
 # Sends of one link that may be under way at once. A receiver takes what was sent
 # within a few rounds, as manifests demand, so this bound is never felt; it keeps
@@ -89,7 +91,8 @@ class Peer:
             self._sending.popleft()
         if len(self._sending) >= MOST_UNDER_WAY:
             # gloo's handles learn of completion only in wait().
-            self._sending.popleft()[0].wait()
+            with work_clock.here().waiting(Phase.SEND):
+                self._sending.popleft()[0].wait()
         try:
             handle = _Send(dist.isend(tensor, dst=self.rank, group=self.group))
         except RuntimeError as error:
@@ -137,12 +140,11 @@ class PendingReceive:
         Raises:
             TransferError: the peer is gone or the transfer timed out.
         """
-        begin = time.monotonic_ns()
         try:
-            self._handle.wait()
+            with work_clock.here().waiting(_WAITS[self._peer.link]):
+                self._handle.wait()
         except RuntimeError as error:
             raise TransferError(f"{self._what}: receiving from stage {self._peer.stage} failed: {error}") from error
-        waited_ns[self._peer.link] += time.monotonic_ns() - begin
 
 
 def warm_up(group: dist.ProcessGroup, pairs: list[tuple[int, int]], device: torch.device) -> None:
