@@ -70,7 +70,7 @@ class HandoffWorkerMixin(_Base):
         if manifest is None:
             return super().execute_model(scheduler_output)
         self._timeline.begin(manifest.round)
-        self._recorder.begin(manifest.round, manifest.num_tokens, len(manifest.rows))
+        self._recorder.begin(manifest.round, manifest.num_tokens, len(manifest.rows), scheduler_output)
         self._round = manifest.round if self._warm_up is None else None
         self.model_runner.begin_round(manifest)
         if self._links is not None:
