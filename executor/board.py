@@ -19,6 +19,7 @@ import os
 import struct
 import tempfile
 import zlib
+from enum import IntEnum
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -30,6 +31,18 @@ _BASE_PREFIX = "vllm-handoff-"
 # Named after the engine, so that a reader that knows the engine's configuration finds the folder.
 _READS = 10
 _MARKER = "instance-{}"
+
+
+class Phase(IntEnum):
+    """What a worker's host is doing."""
+
+    COMMAND = 0  # waits for a command
+    CALL = 1  # serves a call
+    FORWARD = 2  # runs a round's forward
+    SAMPLING = 3  # samples a round
+    HOP = 4  # waits for a round's hidden states
+    HANDOFF = 5  # waits for sampled tokens that a round needs
+    SEND = 6  # waits until a peer has taken what it was sent
 
 
 class WorkerCounts(msgspec.Struct):
@@ -51,6 +64,12 @@ class WorkerCounts(msgspec.Struct):
         on_device: 1 if the device's times are counted.
         device_busy_ns, device_idle_ns, device_hop_wait_ns, device_handoff_wait_ns: the device's
             time in rounds less waiting, between rounds, and waiting for transfers.
+        phase: a Phase, what the host is doing.
+        phase_ns: when that began.
+        round: the round that the host runs, or ran last; -1 before the first, as below.
+        launched: the last round of which the host has launched everything.
+        device_round: the last round that the device has finished, looked at once a second or more often.
+        output_round: the round whose output is being waited for on the output thread; -1 for none.
     """
 
     rounds: int = 0
@@ -67,6 +86,12 @@ class WorkerCounts(msgspec.Struct):
     device_idle_ns: int = 0
     device_hop_wait_ns: int = 0
     device_handoff_wait_ns: int = 0
+    phase: int = Phase.COMMAND
+    phase_ns: int = 0
+    round: int = -1
+    launched: int = -1
+    device_round: int = -1
+    output_round: int = -1
 
 
 class Board:
@@ -80,7 +105,8 @@ class Board:
         self._tag = _tag(type(counts))
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, self._layout.size)
+            # Not ftruncate: on a full file system, writing to a hole would be a SIGBUS instead of an error here.
+            os.posix_fallocate(fd, 0, self._layout.size)
             self._memory = mmap.mmap(fd, self._layout.size)
         finally:
             os.close(fd)

@@ -46,6 +46,8 @@ class CallTable:
         self._on_fatal = on_fatal
         self._on_broken = on_broken
         self._pending: dict[int, PendingCall] = {}
+        # Calls that have failed or timed out, with the ranks whose replies are still to come.
+        self._given_up: dict[int, set[int]] = {}
         self._failed: str | None = None
         # Guards the pending table, the receiving role and the followers' wait.
         self._changed = threading.Condition()
@@ -69,7 +71,7 @@ class CallTable:
         ranks: Iterable[int],
         combine: Combine,
         timeout: float | None = None,
-        is_round: bool = False,
+        round_number: int | None = None,
     ) -> CallFuture:
         """Register a call before it is sent, and return its future.
 
@@ -77,13 +79,21 @@ class CallTable:
             ExecutorFailedError: the executor has failed.
         """
         future = CallFuture(self)
-        call = PendingCall(seq, label, ranks, combine, future, timeout, is_round)
+        call = PendingCall(seq, label, ranks, combine, future, timeout, round_number)
         future.call = call
         with self._changed:
             if self._failed is not None:
                 raise ExecutorFailedError(self._failed)
             self._pending[seq] = call
         return future
+
+    def rounds(self) -> list[int]:
+        """The numbers of the rounds in flight, oldest first; none while a call, which may take long, is in flight."""
+        with self._changed:
+            calls = list(self._pending.values())
+        if any(call.round is None for call in calls):
+            return []
+        return [call.round for call in calls if call.round is not None]
 
     def fail_all(self, error: str) -> None:
         """Fail every call in flight, and every later one, with `error`."""
@@ -97,7 +107,11 @@ class CallTable:
 
     def fail_one(self, seq: int, error: BaseException) -> None:
         """Fail the call `seq`, if it is still in flight."""
-        call = self._pop(seq)
+        with self._changed:
+            # In one step: a reply that crosses with it has to find the call in one place or the other.
+            call = self._pending.pop(seq, None)
+            if call is not None and call.waiting:
+                self._given_up[seq] = call.waiting
         if call is not None:
             complete(call.future, error=error)
 
@@ -118,7 +132,7 @@ class CallTable:
         if not expires:
             raise TimeoutError(f"{call.label}: no reply from {missing} within {timeout:g} s.")
         message = f"{call.label}: no reply from {missing} within {call.timeout:g} s."
-        if call.is_round:
+        if call.round is not None:
             # A round that never ends cannot be dropped: the stream behind it is stuck as well.
             self._on_broken(message)
             self.receive_until(future.is_complete, time.monotonic() + 1)
@@ -210,26 +224,52 @@ class CallTable:
 
     def _dispatch(self, rank: int, report: Report, payload: Frame | None) -> None:
         if isinstance(report, Reply):
-            call = self._pending.get(report.seq)
-            if call is None:
-                # The call has timed out or failed on another rank.
-                return
-            assert payload is not None
-            try:
-                call.results[rank] = pickle.loads(payload)
-                call.waiting.discard(rank)
-                if call.waiting or self._pop(report.seq) is None:
-                    return
-                complete(call.future, call.combine(call.results))
-            except Exception as error:
-                self.fail_one(report.seq, error)
-                complete(call.future, error=error)
+            self._dispatch_reply(rank, report.seq, payload)
         elif isinstance(report, Failure):
             if report.fatal:
                 self._on_fatal(rank, report)
             else:
+                # A rank may fail in a call that another one was to answer.
+                self._is_due(rank, report.seq)
                 text = f"{report.where} failed on {self._describe_rank(rank)}: {report.error}\n{report.traceback}"
                 self.fail_one(report.seq, WorkerCallError(text))
+
+    def _dispatch_reply(self, rank: int, seq: int, payload: Frame | None) -> None:
+        if not self._is_due(rank, seq):
+            self._note_surplus(rank, seq)
+            return
+        call = self._pending.get(seq)
+        if call is None:
+            return
+        assert payload is not None
+        try:
+            call.results[rank] = pickle.loads(payload)
+            if call.waiting or self._pop(seq) is None:
+                return
+            complete(call.future, call.combine(call.results))
+        except Exception as error:
+            self.fail_one(seq, error)
+            complete(call.future, error=error)
+
+    def _is_due(self, rank: int, seq: int) -> bool:
+        """Note that `rank` has answered the command `seq`; False if it owed no answer."""
+        with self._changed:
+            call = self._pending.get(seq)
+            waiting = call.waiting if call is not None else self._given_up.get(seq, set())
+            if rank not in waiting:
+                return False
+            waiting.discard(rank)
+            if call is None and not waiting:
+                del self._given_up[seq]
+            return True
+
+    def _note_surplus(self, rank: int, seq: int) -> None:
+        """An answer came twice, or unasked: the stream is not what it seems, and dropping it would hide that."""
+        if self._failed is None:
+            self._on_broken(
+                f"{self._describe_rank(rank)} answered command {seq}, which it has answered before or was not to "
+                "answer. The control plane is out of step; restart the engine."
+            )
 
     def _pop(self, seq: int) -> PendingCall | None:
         with self._changed:

@@ -15,6 +15,7 @@ from typing import cast
 import zmq
 
 from vllm_handoff.executor import messages
+from vllm_handoff.executor.descriptors import require_descriptors
 from vllm_handoff.executor.errors import ProtocolError
 from vllm_handoff.executor.folder import ControlFolder
 from vllm_handoff.executor.messages import Frame, Hello, Report, Welcome
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 _HELLO_BYTES = 4096
 _SHARE_ABOVE = 64 << 10
+# Counted, with some to spare: zmq's threads and sockets, and a worker's process and three connections.
+DESCRIPTORS = 24
+DESCRIPTORS_A_WORKER = 6
 
 
 class ControlChannel:
@@ -39,6 +43,7 @@ class ControlChannel:
         self._command_peers: dict[int, bytes] = {}
         self._report_peers: dict[bytes, int] = {}
         self._refused: set[bytes] = set()
+        require_descriptors(DESCRIPTORS + DESCRIPTORS_A_WORKER * world_size, "the control plane")
         self._context = zmq.Context()
         self.commands = self._bind(folder.endpoint("commands"), _HELLO_BYTES)
         self.reports = self._bind(folder.endpoint("reports"), messages.MAX_PAYLOAD_BYTES)

@@ -20,12 +20,16 @@ from typing import Any
 import zmq
 
 from vllm_handoff.executor import messages, pickling
+from vllm_handoff.executor.board import BoardReader, WorkerCounts, worker_board
 from vllm_handoff.executor.calls import CallFuture, CallTable
-from vllm_handoff.executor.channel import ControlChannel
+from vllm_handoff.executor.channel import DESCRIPTORS, DESCRIPTORS_A_WORKER, ControlChannel
+from vllm_handoff.executor.descriptors import require_descriptors
 from vllm_handoff.executor.errors import ExecutorFailedError, WorkerStartError
 from vllm_handoff.executor.folder import ControlFolder, remove_folder
 from vllm_handoff.executor.messages import ALL_RANKS, Call, Command, Failure, Ready, Shutdown
-from vllm_handoff.executor.supervisor import REPORT_S, SETTLE_S, Evidence, Supervisor
+from vllm_handoff.executor.stall import StallWatch, processor_ns_of_group
+from vllm_handoff.executor.supervisor import REPORT_S, SETTLE_S, TICK_S, Evidence, Supervisor
+from vllm_handoff.worker.control_link import WORKER_DESCRIPTORS
 from vllm_handoff.worker.process import WorkerLaunch
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ class ControlPlane:
         build: makes the worker inside its process, called with `build_kwargs(rank)`.
         context: how to start processes; the default start method if None.
         environment: for each rank, a context that is active while its process starts.
+        stall_seconds: rounds in flight without progress for so long end the executor (see stall.py); 0: never.
 
     Raises from start():
         WorkerStartError: a worker raised or died while starting; its traceback
@@ -56,14 +61,24 @@ class ControlPlane:
         build_kwargs: Callable[[int], dict[str, Any]],
         context: BaseContext | None = None,
         environment: Callable[[int], contextlib.AbstractContextManager] = lambda rank: contextlib.nullcontext(),
+        stall_seconds: float = 0,
     ) -> None:
+        # Before anything is made that would have to be removed, which takes descriptors too.
+        # A forked worker starts with as many open as there are here, and needs its own besides.
+        require_descriptors(DESCRIPTORS + WORKER_DESCRIPTORS + DESCRIPTORS_A_WORKER * world_size, "an engine")
         self.world_size = world_size
         self.stage_size = stage_size
         self.folder = ControlFolder()
         self._build = build
         self._build_kwargs = build_kwargs
         self._environment = environment
-        self._supervisor = Supervisor(context or multiprocessing.get_context(), self.describe_rank)
+        self._stall_seconds = stall_seconds
+        self._stall: StallWatch | None = None
+        try:
+            self._supervisor = Supervisor(context or multiprocessing.get_context(), self.describe_rank)
+        except OSError:
+            self.folder.remove()
+            raise
         self._evidence = Evidence(self.describe_rank)
         self._channel: ControlChannel | None = None
         self._calls: CallTable | None = None
@@ -97,10 +112,33 @@ class ControlPlane:
             self._channel = ControlChannel(self.folder, self.world_size)
             self._calls = CallTable(self._channel, self.describe_rank, self._note_failure, self._note_broken)
             self._await_ready()
-            self._supervisor.watch(self._on_sign, has_work=lambda: bool(self._calls))
+            if self._stall_seconds:
+                self._stall = self._watch_for_stalls()
+            self._supervisor.watch(
+                self._on_sign,
+                has_work=lambda: bool(self._calls),
+                is_stuck=self._is_stuck,
+                tick=self._stall_seconds / 4 or TICK_S,
+            )
         except BaseException:
             self._close(grace=0)
             raise
+
+    def _watch_for_stalls(self) -> StallWatch:
+        boards = [BoardReader(worker_board(self.folder.path, rank), WorkerCounts) for rank in range(self.world_size)]
+        pids = self.pids
+        return StallWatch(self._stall_seconds, boards, self.stage_size, lambda rank: processor_ns_of_group(pids[rank]))
+
+    def _is_stuck(self) -> bool:
+        """Whether the stages have stood still for too long. On the supervisor's thread."""
+        if self._stall is None or self._calls is None:
+            return False
+        # What has arrived and is not yet fetched is no stage's fault.
+        self._calls.receive_arrived()
+        why = self._stall.look(time.monotonic_ns(), self._calls.rounds())
+        if why is not None:
+            self._evidence.broken.append(why)
+        return why is not None
 
     def _start_processes(self) -> None:
         for rank in range(self.world_size):
@@ -145,7 +183,7 @@ class ControlPlane:
         reply_rank: int = ALL_RANKS,
         combine: Callable[[dict[int, Any]], Any] = lambda results: results,
         timeout: float | None = None,
-        is_round: bool = False,
+        round_number: int | None = None,
     ) -> CallFuture:
         """Send the command `make(seq)` to every worker and return the future of its replies.
 
@@ -156,7 +194,7 @@ class ControlPlane:
         with self._send_lock:
             calls = self._require_calls(label)
             seq = self._next_seq
-            future = calls.open(seq, label, ranks, combine, timeout, is_round)
+            future = calls.open(seq, label, ranks, combine, timeout, round_number)
             self._transmit(make(seq), payload)
         return future
 

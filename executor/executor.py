@@ -35,6 +35,7 @@ from vllm_handoff.executor.messages import ALL_RANKS
 from vllm_handoff.executor.rounds import RoundDispatcher
 from vllm_handoff.executor.stats import RoundStats
 from vllm_handoff.executor.version import check_vllm_version
+from vllm_handoff.scheduler_ext.settings import HandoffSettings
 from vllm_handoff.scheduler_ext.stage_time import keep_stage_times
 from vllm_handoff.worker.vllm_worker import build_vllm_worker
 
@@ -58,6 +59,7 @@ class HandoffExecutor(Executor):
     """
 
     supports_pp = True
+    _starting = False
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_version = check_vllm_version()
@@ -98,7 +100,15 @@ class HandoffExecutor(Executor):
                 "shared_worker_lock": shared_worker_lock,
             }
 
-        self._plane = ControlPlane(world_size, stage_size, build_vllm_worker, build_kwargs, context, start_environment)
+        self._plane = ControlPlane(
+            world_size,
+            stage_size,
+            build_vllm_worker,
+            build_kwargs,
+            context,
+            start_environment,
+            HandoffSettings.of(vllm_config).stall_seconds,
+        )
         self._finalizer = weakref.finalize(self, self._plane.close)
         if aiter_requires_tcp_store():
             init_method = get_distributed_init_method(get_loopback_ip(), get_open_port())
@@ -122,6 +132,8 @@ class HandoffExecutor(Executor):
             depth=self.vllm_config.max_concurrent_batches,
         )
         self._stats_written = False
+        # Until the workers are warm, a call that fails ends them: the engine is not made, and nobody would.
+        self._starting = True
 
     def _open_board(self) -> Callable[[RoundStats], None]:
         """Where the counts of rounds go, readable from other processes."""
@@ -172,6 +184,7 @@ class HandoffExecutor(Executor):
         super().compile_or_warm_up_model()
         if self.parallel_config.pipeline_parallel_size > 1 and self.model_config.runner_type != "pooling":
             keep_stage_times(self.vllm_config, self.collective_rpc("handoff_stage_times"))
+        self._starting = False
 
     def execute_dummy_batch(self) -> None:
         self.collective_rpc(
@@ -212,7 +225,14 @@ class HandoffExecutor(Executor):
         else:
             reply_rank, combine = unique_reply_rank, _only_result
         future = self._plane.call(method, args, kwargs, reply_rank, combine, timeout)
-        return future if non_block else future.result()
+        if non_block:
+            return future
+        try:
+            return future.result()
+        except Exception:
+            if self._starting:
+                self._plane.close(grace=0)
+            raise
 
     def check_health(self) -> None:
         self.collective_rpc("check_health", timeout=_HEALTH_CHECK_S)

@@ -31,12 +31,20 @@ class ControlFolder:
             base = "/tmp"
         remove_abandoned(Path(base))
         self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
-        # Locked as long as this process, or a forked worker, is alive. It gets its
-        # name last: whoever can see it sees it locked.
+        try:
+            self._lock = self._make_lock()
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def _make_lock(self) -> int:
+        """The descriptor of a file that is locked as long as this process, or a forked worker, is alive."""
+        # It gets its name last: whoever can see it sees it locked.
         partial = f"{self.path}/{_LOCK}.partial"
-        self._lock = os.open(partial, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        lock = os.open(partial, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         Path(partial).rename(f"{self.path}/{_LOCK}")
+        return lock
 
     def endpoint(self, link: messages.LinkName) -> str:
         return f"ipc://{self.path}/{link}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +35,10 @@ def end_with_front_end(close: Callable[[], None]) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(_ENGINE_PROCESS):
         return
+    # A fork inherits the descriptor that wakes its front end's event loop, and what it writes there the front end
+    # takes for signals of its own: the SIGTERM that it sends to the engine would come back as a second one.
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
 
     def wait() -> None:
         multiprocessing.connection.wait([parent.sentinel])

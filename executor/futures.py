@@ -54,7 +54,7 @@ class CallFuture(Future):
 class PendingCall:
     """One command that awaits replies of `waiting` ranks."""
 
-    __slots__ = ("combine", "deadline", "future", "is_round", "label", "results", "seq", "timeout", "waiting")
+    __slots__ = ("combine", "deadline", "future", "label", "results", "round", "seq", "timeout", "waiting")
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PendingCall:
         combine: Combine,
         future: CallFuture,
         timeout: float | None,
-        is_round: bool,
+        round_number: int | None,
     ) -> None:
         self.seq = seq
         self.label = label
@@ -74,7 +74,8 @@ class PendingCall:
         self.future = future
         self.timeout = timeout
         self.deadline = None if timeout is None else time.monotonic() + timeout
-        self.is_round = is_round
+        # None for a call of a method.
+        self.round = round_number
 
 
 def complete(future: CallFuture, result: Any = None, error: BaseException | None = None) -> None:

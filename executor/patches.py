@@ -2,7 +2,8 @@
 
 All apply to vLLM 0.32.x. Each wraps one method, calls the original, and acts
 only on configurations whose executor is HandoffExecutor. They are idempotent:
-a wrapper carries a mark, and wrapping a marked method does nothing.
+a wrapper carries a mark, and wrapping a marked method does nothing. Those of
+vLLM's server are in server_patches.py.
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ def _complete_configuration() -> None:
     """
     from vllm.platforms import current_platform
 
+    from vllm_handoff.executor import server_patches
     from vllm_handoff.executor.configuration import complete, uses_handoff
     from vllm_handoff.executor.front_end import remove_at_exit
 
@@ -175,6 +177,7 @@ def _complete_configuration() -> None:
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
             complete(vllm_config)
             remove_at_exit(vllm_config.instance_id)
+            server_patches.apply()
 
         return classmethod(_mark(check_and_update_config))
 

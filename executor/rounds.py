@@ -113,7 +113,7 @@ class RoundDispatcher:
             reply_rank=reply_rank,
             combine=combine,
             timeout=self._timeout,
-            is_round=True,
+            round_number=number,
         )
         self._last_dispatched = number
         self._count(tokens, manifest, sent_ns)

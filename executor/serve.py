@@ -7,8 +7,8 @@ Everything from MODEL on is given to `vllm serve`, with
   watched    systemd's watchdog is fed as long as rounds advance; an idle server makes
              a token now and then. "alive but not advancing" is logged and shown by
              `systemctl status`, and the watchdog goes hungry
-  the end    SIGTERM lets requests finish (--shutdown-timeout); vLLM exits with 0 after
-             its engine has died, this exits with 1, so that Restart=on-failure restarts it
+  the end    SIGTERM lets requests finish (--shutdown-timeout), a second one does not;
+             a server that ends by itself is a failure, so that Restart=on-failure restarts it
 
 Outside systemd it does the same without telling anybody; --give-up-after then ends
 a server that stands still, for whatever restarts it.
@@ -205,7 +205,7 @@ class Service:
             return 0 if status in (0, -signal.SIGTERM, -signal.SIGINT) else _positive(status)
         self._notifier.status(f"the server ended by itself (status {status})")
         self._say(f"the server ended by itself with status {status}, which is a failure", error=True)
-        # vLLM exits with 0 after its engine has died.
+        # A server that nobody asked to end has failed, whatever it says.
         return _positive(status) or 1
 
     def _say(self, text: str, error: bool = False) -> None:

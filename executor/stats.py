@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 import msgspec
+
+logger = logging.getLogger(__name__)
 
 STATS_FILE_VARIABLE = "VLLM_HANDOFF_STATS_FILE"
 # Rounds in flight, and none completed for so long: a stall. A long prefill takes a second or two.
@@ -75,5 +78,9 @@ def write_if_asked(stats: RoundStats) -> None:
     path = os.environ.get(STATS_FILE_VARIABLE)
     if path:
         partial = Path(f"{path}.partial")
-        partial.write_bytes(msgspec.json.encode(stats) + b"\n")
-        partial.replace(path)
+        try:
+            partial.write_bytes(msgspec.json.encode(stats) + b"\n")
+            partial.replace(path)
+        except OSError as error:
+            # An engine that has done its work does not fail for want of a few bytes.
+            logger.error("The counts cannot be written to %s (%s=%s): %s", path, STATS_FILE_VARIABLE, path, error)

@@ -26,7 +26,7 @@ SETTLE_S = 0.3
 # How long a report may take that is known to be under way.
 REPORT_S = 5.0
 TERMINATE_S = 1.0
-_TICK_S = 2.0
+TICK_S = 2.0
 
 
 class Evidence:
@@ -56,11 +56,7 @@ class Evidence:
         reporters = {rank for rank, _ in self.reports}
         silent = [(rank, describe_exit(code)) for rank, code in self.exits.items() if rank not in reporters]
         reports = sorted(self.reports, key=lambda entry: entry[1].at)
-        lines = [
-            f"{self._describe_rank(rank)} {how} without a report. Look for its last log lines, the kernel's "
-            "out-of-memory killer and the container's limits."
-            for rank, how in silent
-        ]
+        lines = [f"{self._describe_rank(rank)} {how} without a report. {where_to_look(how)}" for rank, how in silent]
         for rank, report in reports:
             lines.append(f"{report.where} failed in {report.phase} on {self._describe_rank(rank)}: {report.error}")
         lines.extend(self.broken)
@@ -77,6 +73,13 @@ def describe_exit(exitcode: int | None) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-exitcode).name}"
     return f"exited with code {exitcode}"
+
+
+def where_to_look(how: str) -> str:
+    """What to do about a process that ended so."""
+    if how.endswith(signal.SIGBUS.name):
+        return "Memory that it had mapped has no room: /dev/shm is full or too small (df /dev/shm, --shm-size)."
+    return "Look for its last log lines, the kernel's out-of-memory killer and the container's limits."
 
 
 class Supervisor:
@@ -139,22 +142,33 @@ class Supervisor:
                 assert process.pid
                 os.kill(process.pid, STACKS_SIGNAL)
 
-    def watch(self, on_sign: Callable[[], None], has_work: Callable[[], bool]) -> None:
+    def watch(
+        self, on_sign: Callable[[], None], has_work: Callable[[], bool], is_stuck: Callable[[], bool], tick: float
+    ) -> None:
         """Call `on_sign`, once and on a thread of its own, at the first sign of a failure.
 
-        A sign is a process that ends, a poke(), or a process that stays stopped
-        while there is work in flight.
+        A sign is a process that ends, a poke(), a process that stays stopped
+        while there is work in flight, or that is_stuck() then.
+
+        Args:
+            tick: seconds from one look at the processes to the next, at most TICK_S.
         """
 
         def watch() -> None:
             stopped_before: list[int] = []
             while not self._stopping:
-                if multiprocessing.connection.wait([*self.sentinels, self._wake_reader], timeout=_TICK_S):
+                if multiprocessing.connection.wait([*self.sentinels, self._wake_reader], timeout=min(tick, TICK_S)):
                     break
-                stopped = self.stopped() if has_work() else []
+                if not has_work():
+                    stopped_before = []
+                    continue
+                stopped = self.stopped()
                 if any(rank in stopped_before for rank in stopped):
                     break
                 stopped_before = stopped
+                # A stage that is stopped is named as such, two looks later.
+                if not stopped and is_stuck():
+                    break
             if not self._stopping:
                 on_sign()
 

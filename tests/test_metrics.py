@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from vllm_handoff.executor import board, metrics
-from vllm_handoff.executor.board import Board, BoardReader, WorkerCounts
+from vllm_handoff.executor.board import Board, BoardReader, Phase, WorkerCounts
 from vllm_handoff.executor.stats import STALL_NS, RoundStats
 from vllm_handoff.worker import work_clock
 from vllm_handoff.worker.device_clock import DeviceClock
@@ -60,19 +61,54 @@ def test_a_stall_is_counted_once_and_idleness_is_none() -> None:
 def test_a_worker_tells_work_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000
     monkeypatch.setattr(work_clock.time, "monotonic_ns", lambda: now)
-    monkeypatch.setattr(work_clock, "waited_ns", {"hop": 0, "handoff": 0})
-    clock = WorkClock()
+    published: list[tuple[int, int]] = []
+    clock = WorkClock(lambda counts: published.append((counts.phase, counts.phase_ns)))
     now = 1100
-    clock.begin(sent_ns=1090)  # it was waiting: the way took 10
+    clock.begin(Phase.FORWARD, 7, sent_ns=1090)  # it was waiting: the way took 10
+    now = 1110
+    with clock.waiting(Phase.HOP):
+        now = 1140
+    with clock.waiting(Phase.SEND):
+        now = 1150  # a peer that takes its time: not told apart from work
+    clock.enter(Phase.SAMPLING)
+    clock.launched(7)
     now = 1180
-    work_clock.waited_ns["hop"] = 30
     clock.end(is_round=True)
+    clock.device_finished(7)
     now = 1185
-    clock.begin(sent_ns=1150)  # sent while it worked: says nothing of the way
-    expected = WorkerCounts(
-        rounds=1, working=1, since_ns=1185, busy_ns=50, idle_ns=105, hop_wait_ns=30, deliveries=1, delivery_ns=10
-    )
-    assert clock.counts == expected
+    clock.begin(Phase.FORWARD, 8, sent_ns=1150)  # sent while it worked: says nothing of the way
+    assert published[:8] == [
+        (Phase.COMMAND, 1000),
+        (Phase.FORWARD, 1100),
+        (Phase.HOP, 1110),
+        (Phase.FORWARD, 1140),
+        (Phase.SEND, 1140),
+        (Phase.FORWARD, 1150),
+        (Phase.SAMPLING, 1150),
+        (Phase.SAMPLING, 1150),
+    ]
+    assert msgspec.structs.asdict(clock.counts) == {
+        "rounds": 1,
+        "working": 1,
+        "since_ns": 1185,
+        "busy_ns": 50,
+        "idle_ns": 105,
+        "hop_wait_ns": 30,
+        "handoff_wait_ns": 0,
+        "deliveries": 1,
+        "delivery_ns": 10,
+        "on_device": 0,
+        "device_busy_ns": 0,
+        "device_idle_ns": 0,
+        "device_hop_wait_ns": 0,
+        "device_handoff_wait_ns": 0,
+        "phase": Phase.FORWARD,
+        "phase_ns": 1185,
+        "round": 8,
+        "launched": 7,
+        "device_round": 7,
+        "output_round": -1,
+    }
 
 
 class Stream:
@@ -136,7 +172,7 @@ def test_a_devices_time_is_read_only_when_it_has_passed(monkeypatch: pytest.Monk
     assert stream.events <= 12, "events are used again"
     # What the board says of it.
     counts = WorkClock()
-    counts.begin()
+    counts.begin(Phase.FORWARD, 1)
     counts.end(is_round=True)
     assert (counts.counts.on_device, counts.counts.device_busy_ns, counts.counts.device_hop_wait_ns) == (1, 11e6, 4e6)
 

@@ -7,9 +7,11 @@ import os
 import pickle
 import time
 import traceback
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from vllm_handoff.executor import pickling
+from vllm_handoff.executor.board import Phase
 from vllm_handoff.executor.errors import ProtocolError
 from vllm_handoff.executor.messages import (
     ALL_RANKS,
@@ -65,7 +67,7 @@ class CommandLoop:
             while True:
                 command, payload = self._link.receive()
                 is_round = isinstance(command, Round)
-                self._clock.begin(command.sent_ns if isinstance(command, Round) else 0)
+                self._begin(command)
                 if isinstance(command, Welcome) or command.seq != self._next_seq:
                     found = "a welcome" if isinstance(command, Welcome) else f"command {command.seq}"
                     raise ProtocolError(f"{found} arrived where command {self._next_seq} was due.")
@@ -76,6 +78,14 @@ class CommandLoop:
                 self._clock.end(is_round)
         finally:
             self._close_outputs()
+
+    def _begin(self, command: Command) -> None:
+        if isinstance(command, Round):
+            self._clock.begin(Phase.FORWARD, command.number, command.sent_ns)
+        elif isinstance(command, Sample):
+            self._clock.begin(Phase.SAMPLING, command.number)
+        else:
+            self._clock.begin(Phase.CALL)
 
     def _close_outputs(self) -> None:
         if self._outputs is None or self._output_reports is None:
@@ -122,6 +132,7 @@ class CommandLoop:
             return
         if command.sampling == "now" and output is None:
             self._phase = "sample_tokens"
+            self._clock.enter(Phase.SAMPLING)
             output = self._worker.sample_tokens(None)
         self._finish(command, output)
 
@@ -173,7 +184,9 @@ class CommandLoop:
         command, output = item
         assert self._output_reports is not None
         try:
-            self._reply(command, output.get_output(), self._output_reports)
+            with self._clock.awaiting_output(command.number) if isinstance(command, Round) else nullcontext():
+                result = output.get_output()
+            self._reply(command, result, self._output_reports)
         except Exception as error:
             if isinstance(command, Call):
                 self._output_reports.send(self._call_failure(command, error))

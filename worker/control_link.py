@@ -5,8 +5,12 @@ from __future__ import annotations
 import zmq
 
 from vllm_handoff.executor import messages
+from vllm_handoff.executor.descriptors import require_descriptors
 from vllm_handoff.executor.errors import ProtocolError
 from vllm_handoff.executor.messages import Command, Frame, Hello, Report, Welcome
+
+# Counted, with some to spare: three contexts of zmq's, each with two threads and a socket.
+WORKER_DESCRIPTORS = 40
 
 
 class ReportSocket:
@@ -40,6 +44,7 @@ class ControlLink:
         self.rank = rank
         self._folder = folder
         self._token = token
+        require_descriptors(WORKER_DESCRIPTORS, "a worker's control plane")
         self._context = zmq.Context()
         self._commands = _connect(self._context, f"ipc://{folder}/commands", messages.MAX_PAYLOAD_BYTES)
         self.reports = self.report_socket()

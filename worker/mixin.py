@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
 from vllm_handoff.worker.device_clock import DeviceClock
+from vllm_handoff.worker.device_progress import DeviceProgress
 from vllm_handoff.worker.recorder import Mark, Recorder
 from vllm_handoff.worker.timeline import Timeline
 from vllm_handoff.worker.warm_up import WarmUpManifests
@@ -29,11 +31,15 @@ class HandoffWorkerMixin(_Base):
     _warm_up: WarmUpManifests | None = None
     _timeline: Timeline
     _recorder: Recorder
+    _progress: DeviceProgress
+    # The round under way, if it is the scheduler's.
+    _round: int | None = None
 
     def init_device(self) -> None:
         self._timeline = Timeline()
         super().init_device()
         self._recorder = Recorder(self.device)
+        self._progress = DeviceProgress(self.device)
         self.model_runner.recorder = self._recorder
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -52,6 +58,8 @@ class HandoffWorkerMixin(_Base):
             self._links.drain()
         # From here on every round is the scheduler's.
         self._warm_up = None
+        # What start-up made lives as long as this process; looking at it again and again would hold up rounds.
+        gc.freeze()
         if self.device.type == "cuda":
             # Not before: graphs are captured in warm-up, and a capture takes no timing events.
             self._recorder.clock = DeviceClock()
@@ -62,7 +70,8 @@ class HandoffWorkerMixin(_Base):
         if manifest is None:
             return super().execute_model(scheduler_output)
         self._timeline.begin(manifest.round)
-        self._recorder.begin(manifest.round, manifest.num_tokens, len(manifest.rows))
+        self._recorder.begin(manifest.round, manifest.num_tokens, len(manifest.rows), scheduler_output)
+        self._round = manifest.round if self._warm_up is None else None
         self.model_runner.begin_round(manifest)
         if self._links is not None:
             self._links.begin_round(manifest)
@@ -80,6 +89,9 @@ class HandoffWorkerMixin(_Base):
     def _end_round(self) -> None:
         self._timeline.end()
         self._recorder.end()
+        if self._round is not None:
+            self._progress.launched(self._round)
+            self._round = None
 
     def handoff_stage_times(self) -> list[tuple[int, float]]:
         """(rows, seconds) that this rank's stage takes for decoding rounds. Called once, after warm-up."""

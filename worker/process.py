@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from vllm_handoff.executor.board import Board, WorkerCounts, worker_board
 from vllm_handoff.executor.folder import remove_folder
 from vllm_handoff.executor.messages import REPORTED_EXIT, Failure, Ready, clip
+from vllm_handoff.worker import work_clock
 from vllm_handoff.worker.command_loop import CommandLoop
 from vllm_handoff.worker.control_link import ControlLink
 from vllm_handoff.worker.parent_watch import watch_parent
@@ -81,14 +82,16 @@ def worker_main(launch: WorkerLaunch) -> None:
     try:
         link.meet_executor()
         try:
+            board = Board(worker_board(launch.folder, launch.rank), WorkerCounts())
             worker = launch.build(**launch.build_kwargs)
+            # After what the start has launched: its rounds are nobody's.
+            clock = work_clock.install(WorkClock(board.write))
         except Exception as error:
             logger.exception("Worker %d failed to start.", launch.rank)
             _report_and_exit(link, "start", error)
-        board = Board(worker_board(launch.folder, launch.rank), WorkerCounts())
         link.reports.send(Ready())
         try:
-            CommandLoop(worker, link, launch.rank, WorkClock(board.write)).run()
+            CommandLoop(worker, link, launch.rank, clock).run()
         except Exception as error:
             logger.exception("Worker %d lost its control plane.", launch.rank)
             _report_and_exit(link, "control plane", error)

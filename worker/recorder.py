@@ -28,6 +28,14 @@ class Mark(IntEnum):
     END = 5  # sampled (last stage) or told (others)
 
 
+class RecordedWork(NamedTuple):
+    """What a round had to compute beside its number of tokens."""
+
+    decodes: int = 0  # requests with one token, which attend to `context` tokens in all
+    context: int = 0
+    prompt_context: int = 0  # tokens that the others' tokens attend to, summed over these tokens
+
+
 class RecordedRound(NamedTuple):
     """One round of one rank. Times in seconds of the machine's monotonic clock, by Mark; None for marks it lacks."""
 
@@ -36,6 +44,23 @@ class RecordedRound(NamedTuple):
     rows: int  # of its handoff, 0 without one
     marks: list[float | None]
     host: tuple[float, float]  # the host began and ended launching the round
+    work: RecordedWork
+
+
+def work_of(scheduler_output: Any) -> RecordedWork:
+    """The work in a SchedulerOutput."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    decodes = context = prompt_context = 0
+    for req_id, count in scheduled.items():
+        if count == 1:
+            decodes += 1
+            context += before[req_id] + 1
+        else:
+            prompt_context += count * (before[req_id] + count // 2)
+    return RecordedWork(decodes, context, prompt_context)
 
 
 class _HostEvent:
@@ -59,7 +84,7 @@ class Recorder:
     def __init__(self, device: torch.device, capacity: int = 20000) -> None:
         self._device = device
         self._capacity = capacity
-        self._rounds: list[tuple[int, int, int, list[Any], list[float]]] = []
+        self._rounds: list[tuple[int, int, int, list[Any], list[float], RecordedWork]] = []
         self._base: tuple[Any, float] | None = None
         self.on = False
         self.clock: DeviceClock | None = None
@@ -75,8 +100,8 @@ class Recorder:
         self._settle()
         self.on = True
 
-    def begin(self, number: int, num_tokens: int, rows: int) -> None:
-        """A round starts here."""
+    def begin(self, number: int, num_tokens: int, rows: int, scheduler_output: Any = None) -> None:
+        """A round starts here; of its SchedulerOutput the work is noted, if one is given."""
         if self.clock is not None:
             self.clock.begin()
         if not self.on:
@@ -84,7 +109,9 @@ class Recorder:
         if len(self._rounds) >= self._capacity:
             self.on = False
             return
-        self._rounds.append((number, num_tokens, rows, [None] * len(Mark), [time.monotonic(), 0.0]))
+        begin = time.monotonic()
+        work = RecordedWork() if scheduler_output is None else work_of(scheduler_output)
+        self._rounds.append((number, num_tokens, rows, [None] * len(Mark), [begin, 0.0], work))
         self._record(Mark.BEGIN)
 
     def mark(self, mark: Mark) -> None:
@@ -109,9 +136,9 @@ class Recorder:
         self._settle()
         base, zero = self._base
         found = []
-        for number, num_tokens, rows, events, host in self._rounds:
+        for number, num_tokens, rows, events, host, work in self._rounds:
             marks = [None if event is None else self._seconds(base, zero, event) for event in events]
-            found.append(RecordedRound(number, num_tokens, rows, marks, (host[0], host[1])))
+            found.append(RecordedRound(number, num_tokens, rows, marks, (host[0], host[1]), work))
         self._rounds = []
         return found
 

@@ -1,20 +1,22 @@
-"""How a worker's host spends its time: on commands, or waiting for them, for hidden states or for sampled tokens."""
+"""What a worker's host is doing, and how it spends its time: on commands, or waiting for them or for its peers."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from vllm_handoff.executor.board import WorkerCounts
+from vllm_handoff.executor.board import Phase, WorkerCounts
 
-# Time that this process's host has waited for arrivals, in ns, by kind of link.
-waited_ns = {"hop": 0, "handoff": 0}
-# The same of its device, with what it works and idles: empty on a CPU, whose host is the device (device_clock.py).
+# How this process's device has spent its time, in ns: empty on a CPU, whose host is the device (device_clock.py).
 device_ns: dict[str, float] = {}
 
 
 class WorkClock:
-    """Told by the command loop when commands come and end. Costs two clock reads a command.
+    """Told by the command loop when commands come and end, and by transfers when they make the host wait.
+
+    The output thread and the one that looks at the device tell it of rounds, hence the lock.
 
     Args:
         publish: given the counts whenever they have changed.
@@ -22,38 +24,113 @@ class WorkClock:
 
     def __init__(self, publish: Callable[[WorkerCounts], None] = lambda counts: None) -> None:
         self._publish = publish
-        self.counts = WorkerCounts(since_ns=time.monotonic_ns())
+        self._lock = threading.Lock()
+        now = time.monotonic_ns()
+        self.counts = WorkerCounts(since_ns=now, phase_ns=now)
         self._waits_before = 0
         publish(self.counts)
 
-    def begin(self, sent_ns: int = 0) -> None:
-        """A command has come; if it is a round, sent at `sent_ns`."""
-        counts, now = self.counts, time.monotonic_ns()
-        counts.idle_ns += now - counts.since_ns
-        if sent_ns > counts.since_ns:
-            # Only these measure the way from the engine to here; others have waited in the queue.
-            counts.deliveries += 1
-            counts.delivery_ns += now - sent_ns
-        self._switch(working=1, now=now)
+    def begin(self, phase: Phase, number: int | None = None, sent_ns: int = 0) -> None:
+        """A command has come; if it is of a round, of that number, and if it begins it, sent at `sent_ns`."""
+        now = time.monotonic_ns()
+        with self._lock:
+            counts = self.counts
+            counts.idle_ns += now - counts.since_ns
+            if sent_ns > counts.since_ns:
+                # Only these measure the way from the engine to here; others have waited in the queue.
+                counts.deliveries += 1
+                counts.delivery_ns += now - sent_ns
+            if number is not None:
+                counts.round = number
+            self._switch(True, phase, now)
 
     def end(self, is_round: bool) -> None:
         """The command is served."""
-        counts, now = self.counts, time.monotonic_ns()
-        counts.rounds += is_round
-        counts.hop_wait_ns = waited_ns["hop"]
-        counts.handoff_wait_ns = waited_ns["handoff"]
-        waits = counts.hop_wait_ns + counts.handoff_wait_ns
-        counts.busy_ns += now - counts.since_ns - (waits - self._waits_before)
-        self._waits_before = waits
-        if device_ns:
-            counts.on_device = 1
-            counts.device_busy_ns = int(device_ns["busy"])
-            counts.device_idle_ns = int(device_ns["idle"])
-            counts.device_hop_wait_ns = int(device_ns["hop"])
-            counts.device_handoff_wait_ns = int(device_ns["handoff"])
-        self._switch(working=0, now=now)
+        now = time.monotonic_ns()
+        with self._lock:
+            counts = self.counts
+            counts.rounds += is_round
+            waits = counts.hop_wait_ns + counts.handoff_wait_ns
+            counts.busy_ns += now - counts.since_ns - (waits - self._waits_before)
+            self._waits_before = waits
+            if device_ns:
+                counts.on_device = 1
+                counts.device_busy_ns = int(device_ns["busy"])
+                counts.device_idle_ns = int(device_ns["idle"])
+                counts.device_hop_wait_ns = int(device_ns["hop"])
+                counts.device_handoff_wait_ns = int(device_ns["handoff"])
+            self._switch(False, Phase.COMMAND, now)
 
-    def _switch(self, working: int, now: int) -> None:
-        self.counts.working = working
+    def _switch(self, working: bool, phase: Phase, now: int) -> None:
+        self.counts.working = int(working)
         self.counts.since_ns = now
+        self._enter(phase, now)
+
+    def enter(self, phase: Phase) -> None:
+        """The command under way goes on to `phase`."""
+        now = time.monotonic_ns()
+        with self._lock:
+            self._enter(phase, now)
+
+    def _enter(self, phase: int, now: int) -> None:
+        self.counts.phase = int(phase)
+        self.counts.phase_ns = now
         self._publish(self.counts)
+
+    @contextmanager
+    def waiting(self, phase: Phase) -> Iterator[None]:
+        """While entered, the host waits for a peer."""
+        before = self.counts.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            now = time.monotonic_ns()
+            with self._lock:
+                waited = now - self.counts.phase_ns
+                if phase == Phase.HOP:
+                    self.counts.hop_wait_ns += waited
+                elif phase == Phase.HANDOFF:
+                    self.counts.handoff_wait_ns += waited
+                self._enter(before, now)
+
+    def launched(self, number: int) -> None:
+        """The host has launched all of round `number`."""
+        with self._lock:
+            self.counts.launched = number
+            self._publish(self.counts)
+
+    def device_finished(self, number: int) -> None:
+        """The device has finished round `number`."""
+        with self._lock:
+            self.counts.device_round = number
+            self._publish(self.counts)
+
+    @contextmanager
+    def awaiting_output(self, number: int) -> Iterator[None]:
+        """While entered, the output of round `number` is waited for."""
+        self._output(number)
+        try:
+            yield
+        finally:
+            self._output(-1)
+
+    def _output(self, number: int) -> None:
+        with self._lock:
+            self.counts.output_round = number
+            self._publish(self.counts)
+
+
+_here = WorkClock()
+
+
+def here() -> WorkClock:
+    """This process's clock. Until a worker has installed its own, one that nobody reads."""
+    return _here
+
+
+def install(clock: WorkClock) -> WorkClock:
+    """Make `clock` this process's own."""
+    global _here
+    _here = clock
+    return clock

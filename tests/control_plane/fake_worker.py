@@ -93,6 +93,10 @@ class FakeWorker:
             raise ValueError(MARK)
         if what == "sleep":
             time.sleep(seconds)
+        elif what == "compute":
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                pass
         elif what == "block":
             # As a collective would: no Python signal handler gets this thread out.
             while True:
@@ -147,7 +151,11 @@ def build_fake_worker(worker_class: type[FakeWorker] = FakeWorker, **kwargs: Any
 
 @contextlib.contextmanager
 def control_plane(
-    world_size: int = STAGES, method: str = "fork", start_now: bool = True, **kwargs: Any
+    world_size: int = STAGES,
+    method: str = "fork",
+    start_now: bool = True,
+    stall_seconds: float = 0,
+    **kwargs: Any,
 ) -> Iterator[ControlPlane]:
     """A control plane with `world_size` fake workers, one a stage; ended on the way out."""
     plane = ControlPlane(
@@ -156,6 +164,7 @@ def control_plane(
         build_fake_worker,
         lambda rank: {"rank": rank, **kwargs},
         multiprocessing.get_context(method),
+        stall_seconds=stall_seconds,
     )
     try:
         if start_now:

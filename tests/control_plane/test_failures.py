@@ -179,6 +179,12 @@ def test_a_silent_death_comes_before_what_its_peers_report() -> None:
     assert evidence.cause().startswith("rank 1 was killed by SIGKILL without a report")
 
 
+def test_a_full_shared_memory_is_named() -> None:
+    evidence = Evidence(lambda rank: f"rank {rank}")
+    evidence.exits = {1: -signal.SIGBUS}
+    assert "rank 1 was killed by SIGBUS" in evidence.cause() and "/dev/shm is full" in evidence.cause()
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [(0, "exited with code 0"), (3, "exited with code 3"), (-9, "was killed by SIGKILL"), (None, "unknown")],

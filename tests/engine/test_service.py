@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -145,22 +145,10 @@ def test_a_server_that_stands_still_is_ended_and_leaves_nothing(tiny_llama: Path
         service.end()
 
 
-def _stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-
-
-def _kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("hurt", [_kill, _stop])
-def test_a_dead_or_stopped_worker_ends_the_service_with_a_failure(
-    service: Systemd, hurt: Callable[[int], None]
-) -> None:
+def test_a_stopped_worker_ends_the_service_with_a_failure(service: Systemd) -> None:
     workers = service.named("Worker")
     assert len(workers) == 2
-    hurt(workers[1])
-    # vLLM itself exits with 0 here.
+    os.kill(workers[1], signal.SIGSTOP)
     assert service.process.wait(60) not in (0, None)
     assert "which is a failure" in service.log.read_text()
     # It was noticed, not waited for: the watchdog was not fed by a dead engine.
