@@ -24,6 +24,8 @@ class HandoffSettings:
             rounds; "auto" decides by measured stage times, 0 never spreads.
         layer_split: "auto" gives the stages as many layers as `vllm-handoff plan`
             advises, unless VLLM_PP_LAYER_PARTITION is set; "even" leaves it to vLLM.
+        prefill_chunks: "auto" gives a round no more prompt tokens than pays while few wait,
+            "budget" as many as fit its token budget, as vLLM does.
         rendezvous: on GPUs, a transfer between stages starts once both ends have come
             to it, so that no kernel waits for a peer; false: NCCL's kernels wait.
         stall_seconds: rounds in flight without progress of any stage for so long
@@ -33,6 +35,7 @@ class HandoffSettings:
     depth: int | None = None
     split_rows: int | Literal["auto"] = "auto"
     layer_split: Literal["even", "auto"] = "even"
+    prefill_chunks: Literal["auto", "budget"] = "auto"
     rendezvous: bool = True
     # Well above what a round takes that makes no progress a stage could show, such as one kernel that runs for
     # long, and below vLLM's limit of 300 s a round.
@@ -77,6 +80,8 @@ class HandoffSettings:
             raise SettingsError(f'handoff split_rows {self.split_rows!r} must be "auto" or a number of requests from 0')
         if self.layer_split not in ("even", "auto"):
             raise SettingsError(f'handoff layer_split {self.layer_split!r} must be "even" or "auto"')
+        if self.prefill_chunks not in ("auto", "budget"):
+            raise SettingsError(f'handoff prefill_chunks {self.prefill_chunks!r} must be "auto" or "budget"')
         if not isinstance(self.rendezvous, bool):
             raise SettingsError(f"handoff rendezvous {self.rendezvous!r} must be true or false")
         stall = self.stall_seconds
