@@ -64,7 +64,10 @@ def frames_of(message: messages.Command | messages.Report) -> list[bytes]:
 def fuzzed(rng: random.Random) -> list[bytes]:
     """Frames made of a real message, mostly wrong."""
     frames = frames_of(rng.choice(SEEDS))
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+    with_values = rng.random() < 0.6
+    if with_values:
+        frames[0] = _with_other_values(rng, frames[0])
+    for _ in range(rng.choice([0, 0, 1] if with_values else [1, 1, 1, 2, 3])):
         rng.choice(_CHANGES)(rng, frames)
     return frames
 
@@ -108,13 +111,14 @@ def _rearrange(rng: random.Random, frames: list[bytes]) -> None:
         rng.shuffle(frames)
 
 
-def _change_values(rng: random.Random, frames: list[bytes]) -> None:
+def _with_other_values(rng: random.Random, header: bytes) -> bytes:
+    # Only of a header that is whole: without types, msgspec believes what a broken one says of sizes.
+    value = msgspec.msgpack.decode(header)
     try:
-        value = msgspec.msgpack.decode(frames[0])
-        frames[0] = msgspec.msgpack.encode(_mutated(rng, value, 0))
-    except (IndexError, msgspec.MsgspecError, ValueError, OverflowError, TypeError, RecursionError):
-        # An earlier change has left nothing that could be decoded.
-        pass
+        return msgspec.msgpack.encode(_mutated(rng, value, 0))
+    except OverflowError:
+        # A number that msgpack has no room for.
+        return header
 
 
 def _mutated(rng: random.Random, value: Any, depth: int) -> Any:
@@ -146,7 +150,7 @@ def _other_value(rng: random.Random) -> Any:
 
 
 _CHANGES: list[Callable[[random.Random, list[bytes]], None]] = [
-    _change_bytes, _cut, _splice, _repeat, _rearrange, _change_values, _change_values, _change_values,
+    _change_bytes, _cut, _splice, _repeat, _rearrange,
 ]  # fmt: skip
 
 
@@ -199,8 +203,9 @@ def run(inputs: int, seed: int, say: Callable[[int], None] = lambda done: None) 
             raise
         if number % 50_000 == 0:
             say(number)
+        if number % 100 == 0:
             grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            assert grown < MOST_GROWTH_KB, f"the process has grown by {grown} kB: a size was believed before it was checked"
+            assert grown < MOST_GROWTH_KB, f"grown by {grown} kB at input {number}: a size was believed unchecked"
     return total
 
 
