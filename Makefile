@@ -8,7 +8,7 @@ ARGS ?=
 # cpu or gpu: which vLLM `make env` installs.
 KIND ?= cpu
 
-.PHONY: help env demo test stress lint format check-dashboard check-deploy check-docker check-unit docs release-check models clean
+.PHONY: help env demo test stress fuzz lint format check-dashboard check-deploy check-docker check-unit docs release-check models clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test: env ## Run every test
 stress: env ## Random load with known answers for 20 minutes on two stages, with faults (ARGS: see vllm-handoff stress)
 	@$(VENV)/bin/vllm-handoff stress --duration 600 --kv-tokens 2500 --rate 60 --structured 0.1 --faults $(ARGS)
 	@$(VENV)/bin/vllm-handoff stress --duration 600 --kv-tokens 2500 --rate 60 --structured 0.1 $(ARGS)
+
+fuzz: env ## Fuzz the control plane's decoders with a million inputs, about a minute (ARGS="--seed 1 --inputs 5000000")
+	@$(PYTHON) tools/fuzz_messages.py $(ARGS)
 
 lint: env ## Check style (ruff) and types (mypy)
 	@bash tools/lint.sh

@@ -111,24 +111,33 @@ class ControlChannel:
         return received
 
     def _check_hello(self, peer: bytes, frames: Sequence[Frame], link: messages.LinkName) -> int | None:
-        """The rank that a first message proves, or None. An unproved peer's payload is never opened."""
+        """The rank that a first message proves, or None."""
         try:
-            if len(frames) != 1 or len(frames[0]) > _HELLO_BYTES:
-                raise ProtocolError("its first message is not a Hello")
-            hello, _ = messages.decode_report(frames)
-            if not isinstance(hello, Hello) or hello.link != link or hello.rank >= self._world_size:
-                raise ProtocolError("its first message is not a Hello for this link")
-            if not messages.is_proof(hello.proof, self._token, "worker", hello.rank, link):
-                raise ProtocolError("its proof is wrong")
+            return check_hello(frames, self._token, self._world_size, link).rank
         except ProtocolError as error:
             if peer not in self._refused and len(self._refused) < 64:
                 self._refused.add(peer)
                 logger.warning("Control plane: a stranger on the %s socket is ignored: %s.", link, error)
             return None
-        return hello.rank
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def check_hello(frames: Sequence[Frame], token: bytes, world_size: int, link: messages.LinkName) -> Hello:
+    """The Hello that a peer's first message is. A payload is never opened.
+
+    Raises:
+        ProtocolError: it is not one of a worker of this executor on this link.
+    """
+    if len(frames) != 1 or len(frames[0]) > _HELLO_BYTES:
+        raise ProtocolError("its first message is not a Hello")
+    hello, _ = messages.decode_report(frames)
+    if not isinstance(hello, Hello) or hello.link != link or hello.rank >= world_size:
+        raise ProtocolError("its first message is not a Hello for this link")
+    if not messages.is_proof(hello.proof, token, "worker", hello.rank, link):
+        raise ProtocolError("its proof is wrong")
+    return hello
 
 
 def _has_message(socket: zmq.Socket) -> bool:

@@ -41,6 +41,7 @@ from vllm_handoff.worker.vllm_worker import build_vllm_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
@@ -132,6 +133,8 @@ class HandoffExecutor(Executor):
             depth=self.vllm_config.max_concurrent_batches,
         )
         self._stats_written = False
+        # Paths of the adapters that the workers have loaded, by id.
+        self._adapters: dict[int, str] = {}
         # Until the workers are warm, a call that fails ends them: the engine is not made, and nobody would.
         self._starting = True
 
@@ -233,6 +236,19 @@ class HandoffExecutor(Executor):
             if self._starting:
                 self._plane.close(grace=0)
             raise
+
+    def load_adapter(self, lora_request: LoRARequest) -> None:
+        """Have every worker load an adapter, unless they have and it is still where it was.
+
+        Raises:
+            WorkerCallError: it cannot be loaded; the message says where and why.
+        """
+        path = lora_request.lora_path
+        loaded = self._adapters.get(lora_request.lora_int_id) == path and not lora_request.load_inplace
+        # A worker that has dropped it for others loads it again, so it has to be there.
+        if not loaded or not Path(path).exists():
+            self.add_lora(lora_request)
+            self._adapters[lora_request.lora_int_id] = path
 
     def check_health(self) -> None:
         self.collective_rpc("check_health", timeout=_HEALTH_CHECK_S)

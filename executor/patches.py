@@ -24,6 +24,7 @@ def apply() -> None:
     _complete_configuration()
     _set_depth()
     _refuse_what_does_not_fit()
+    _load_adapters_at_the_door()
     _publish_metrics()
 
 
@@ -273,3 +274,29 @@ def _refuse_what_does_not_fit() -> None:
         return _mark(process_inputs)
 
     _wrap(InputProcessor, "process_inputs", make)
+
+
+def _load_adapters_at_the_door() -> None:
+    """Let a request whose LoRA adapter cannot be loaded fail alone.
+
+    Why: vLLM 0.32's workers load an adapter in the round that first needs it,
+    where an exception ends the engine for everybody.
+    How: before the engine takes in a request with an adapter that the workers
+    have not loaded yet, they load it, as for /v1/load_lora_adapter. What is
+    raised here, vLLM gives back as this request's error.
+    Can go: when vLLM loads adapters before it schedules their requests.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    from vllm_handoff.executor.configuration import uses_handoff
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def preprocess_add_request(self: Any, request: Any) -> Any:
+            if request.lora_request is not None and uses_handoff(self.vllm_config.parallel_config):
+                self.model_executor.load_adapter(request.lora_request)
+            return original(self, request)
+
+        return _mark(preprocess_add_request)
+
+    _wrap(EngineCore, "preprocess_add_request", make)

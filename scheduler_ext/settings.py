@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 # More rounds in flight only make buffers and waste after stop tokens larger.
 MOST_ROUNDS_PER_STAGE = 4
+# Rounds in flight beyond one for each stage, unless the user says otherwise.
+ROUNDS_AHEAD = 2
 
 
 class SettingsError(ValueError):
@@ -19,7 +21,7 @@ class HandoffSettings:
 
     Attributes:
         depth: rounds in flight before the engine waits for an output; None for
-            the default, two a stage. Asynchronous scheduling alone uses it.
+            the default, two more than there are stages. Asynchronous scheduling alone uses it.
         split_rows: decoding requests from which they are spread evenly over
             rounds; "auto" decides by measured stage times, 0 never spreads.
         layer_split: "auto" gives the stages as many layers as `vllm-handoff plan`
@@ -64,10 +66,11 @@ class HandoffSettings:
 
     def rounds_in_flight(self, stages: int) -> int:
         """The depth, with its default worked out."""
-        # Two rounds a stage: when an output is collected, each of the requests it
-        # belongs to has another round queued, so planning and launching the round
-        # after that is hidden behind a whole trip through the pipeline.
-        return 2 * stages if self.depth is None else self.depth
+        # As many rounds as there are stages are being computed. Two more cover the time in
+        # which an output is collected and the round after it planned, sent and launched
+        # (measured at two stages: one is too few); any further one would only stand
+        # before a prompt that arrives.
+        return stages + ROUNDS_AHEAD if self.depth is None else self.depth
 
     def _check(self, stages: int) -> None:
         most = MOST_ROUNDS_PER_STAGE * stages

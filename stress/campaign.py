@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class Campaign:
         faults: names of the faults to inject, in turns, each ending a life; NO_FAULT, or an empty list: one life
             that lasts until the end.
         fault_after: how long an engine is under load before its fault, least and most.
+        start_strike_s: how long after its workers have come an engine that starts is struck, at most.
     """
 
     setup: dict[str, Any]
@@ -51,6 +53,7 @@ class Campaign:
     fault_after: tuple[float, float] = (3.0, 12.0)
     progress: Callable[[int, str], None] = lambda tokens, what: None
     figures: Figures = field(default_factory=Figures)
+    start_strike_s: float = 1.0
     failed_case: Case | None = None
     about_failure: list[int] = field(default_factory=list)
 
@@ -89,6 +92,8 @@ class Campaign:
         return None
 
     def _life(self, number: int, fault: str, deadline: float, rng: random.Random) -> float:
+        if fault != NO_FAULT and FAULTS[fault].at_start:
+            return self._strike_start(fault, rng)
         begin = time.monotonic()
         life = self.open_life()
         if life is None:
@@ -189,6 +194,47 @@ class Campaign:
             if took > fault.limit_s:
                 self._problem("slow", f"after {where} it took {took:.1f} s until no process was left")
         self._look_for_leaks(life, where)
+
+    def _strike_start(self, name: str, rng: random.Random) -> float:
+        """Start an engine, and strike it before it is ready. How long that took."""
+        fault = FAULTS[name]
+        figures = self.figures.faults.setdefault(name, FaultFigures())
+        self.progress(0, name)
+        begin = time.monotonic()
+        life = Life(self.setup, self.environment, self.folder / "engine.log")
+        try:
+            workers = self.setup["options"].get("pipeline_parallel_size", 1)
+            workers *= self.setup["options"].get("tensor_parallel_size", 1)
+            if not life.wait_workers(workers, START_S):
+                self._problem("start", f"no workers came; the log ends:\n{life.last_words()}")
+                return 0.0
+            # Anywhere from the workers' first breath to their warm-up.
+            time.sleep(rng.uniform(0.0, self.start_strike_s))
+            life.look()
+            struck = time.monotonic()
+            figures.injected += 1
+            rank = struck_rank(fault, life.pids, rng)
+            where = f"{fault.what} (rank {rank})"
+            with contextlib.suppress(ProcessLookupError):
+                fault.inject(life.pids, rank, life.order)
+            # An engine that was ready a moment before waits for orders.
+            was_ready = bool(life.event(0.0))
+            life.order({"quit": True})
+            gone = life.wait_gone(fault.limit_s + END_S)
+            took = time.monotonic() - struck
+            figures.longest_gone_s = max(figures.longest_gone_s, took)
+            if gone is None:
+                self._problem("leak", f"after {where}: processes were left {took:.0f} s later")
+            elif took > fault.limit_s:
+                self._problem("slow", f"after {where} it took {took:.1f} s until no process was left")
+            elif life.exit_status() == 0 and not was_ready:
+                self._problem("exit", f"after {where} the process ended with 0:\n{life.last_words()}")
+            else:
+                figures.detected += 1
+            self._look_for_leaks(life, where)
+        finally:
+            life.bury()
+        return time.monotonic() - begin
 
     def _answered(self, session: Session, fault: Fault, where: str, begin: float, figures: FaultFigures) -> None:
         """Whether every request was over in time after a fault."""

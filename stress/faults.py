@@ -15,8 +15,8 @@ from typing import Any
 # be released from a collective, more.
 DETECT_S = 5.0
 RELEASE_S = 10.0
-# How long a round may take in engines that are to hang; vLLM's own limit is 300 s.
-ROUND_TIMEOUT_S = 15
+# The stall limit of engines that are to hang; the executor's own is two minutes.
+STALL_S = 8
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Fault:
         limit_s: seconds until every request must be over.
         loses_clients: whether the clients themselves are struck, so that nobody is left to be answered.
         last_stage: whether only the last rank can be struck.
+        at_start: whether it strikes an engine that starts, instead of one under load.
     """
 
     what: str
@@ -36,6 +37,7 @@ class Fault:
     limit_s: float = DETECT_S
     loses_clients: bool = False
     last_stage: bool = False
+    at_start: bool = False
 
 
 def _signal_rank(number: signal.Signals) -> Callable[..., None]:
@@ -65,12 +67,17 @@ FAULTS: dict[str, Fault] = {
     "stop": Fault("SIGSTOP of a stage", _signal_rank(signal.SIGSTOP), limit_s=RELEASE_S),
     "kill-core": Fault("SIGKILL of the engine core", _kill_core),
     "kill-front": Fault("SIGKILL of the process with the clients", _kill_front, loses_clients=True),
-    "hang": Fault("stage that hangs in a forward", _armed("hang"), limit_s=ROUND_TIMEOUT_S + RELEASE_S),
+    "hang": Fault("stage that hangs in a forward", _armed("hang"), limit_s=STALL_S + RELEASE_S),
     "raise-forward": Fault("exception in a stage's forward", _armed("raise-forward"), limit_s=RELEASE_S),
+    "memory": Fault("out of memory in a stage's forward", _armed("memory"), limit_s=RELEASE_S),
     "raise-sample": Fault("exception while sampling", _armed("raise-sample"), limit_s=RELEASE_S),
     "raise-output": Fault("exception in the output copy", _armed("raise-output"), limit_s=RELEASE_S, last_stage=True),
     "manifest": Fault("manifest that differs on a stage", _armed("manifest"), limit_s=RELEASE_S, last_stage=True),
     "control": Fault("corrupt control message of a stage", _armed("control"), limit_s=RELEASE_S),
+    "twice": Fault("reply of a stage that comes twice", _armed("twice"), limit_s=RELEASE_S, last_stage=True),
+    "start-kill": Fault("SIGKILL of a stage that starts", _signal_rank(signal.SIGKILL), RELEASE_S, at_start=True),
+    "start-core": Fault("SIGKILL of an engine core that starts", _kill_core, RELEASE_S, at_start=True),
+    "start-front": Fault("SIGKILL of the process that starts an engine", _kill_front, RELEASE_S, True, at_start=True),
 }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_handoff.executor.server_process import Process, family_of
+from vllm_handoff.stress.faults import parent_of
 
 _SHARED_MEMORY = Path("/dev/shm")
 # The control plane's folders; what else lies in the temporary folder belongs to vLLM.
@@ -78,6 +79,28 @@ class Life:
         if event is None:
             self._queue.put(None)
         return event
+
+    def wait_workers(self, count: int, timeout: float) -> bool:
+        """Wait until the workers of an engine that starts are there, and learn their ids. False if they do not come.
+
+        Ranks are in the order of the ids: workers are started one after the other.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self._popen.poll() is None:
+            found = sorted(self._workers())
+            if len(found) >= count:
+                self.pids = dict(enumerate(found[:count]))
+                return True
+            time.sleep(0.02)
+        return False
+
+    def _workers(self) -> list[int]:
+        """Processes two steps below the child: it starts the engine's, and that starts the workers, named alike."""
+        parents = {process.pid: parent_of(process.pid) for process in self.look()}
+        child = self._popen.pid
+        found = [pid for pid, parent in parents.items() if parent in parents and parents[parent] == child]
+        # A resource tracker of multiprocessing's is one step up or down, and runs a command line of its own.
+        return [pid for pid in found if b"resource_tracker" not in _command_line(pid)]
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait for the engine, and learn its processes. False if it ended or took too long."""
@@ -148,3 +171,9 @@ class Life:
         """The end of its log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(f"  | {line[:300]}" for line in lines[-count:])
+
+
+def _command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""

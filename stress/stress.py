@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_handoff.executor import json_report
-from vllm_handoff.stress.faults import FAULTS, ROUND_TIMEOUT_S
+from vllm_handoff.stress.faults import FAULTS, STALL_S
 from vllm_handoff.stress.plan import Case, Mix
 from vllm_handoff.stress.planting import PLANTS
 
@@ -173,14 +173,16 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path, report: dict[str
 
     case = Case.of(json.loads(args.replay.read_text())) if args.replay else None
     mix = case.mix if case else mix_of(args)
+    faults = list(FAULTS) if args.faults == [] else list(args.faults or ())
     toy = not (args.model or args.url)
     if args.url:
         setup: dict[str, Any] = {"url": args.url.rstrip("/"), "model": model_of(args.url.rstrip("/"))}
     else:
         setup = {"options": engine_options(args, temporary, mix), "toy": toy}
+        if "hang" in faults:
+            setup["options"].setdefault("additional_config", {"handoff": {"stall_seconds": STALL_S}})
     if args.plant:
         setup["plant"] = args.plant
-    faults = list(FAULTS) if args.faults == [] else list(args.faults or ())
     if args.url and faults:
         print("stress: faults cannot be injected into a server that is already running; drop --faults", file=sys.stderr)
         return 2
@@ -193,7 +195,7 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path, report: dict[str
 
         oracle = toy_oracle(max(2, args.stages), TOY_CONTEXT) if toy else None
         campaign = Campaign(
-            setup, environment(faults), mix, oracle, logs, args.duration, faults, tuple(args.fault_after), progress
+            setup, environment(), mix, oracle, logs, args.duration, faults, tuple(args.fault_after), progress
         )
         if case is not None:
             return _replay(campaign, case, report)
@@ -209,13 +211,11 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path, report: dict[str
     return 1 if figures.problems else 0
 
 
-def environment(faults: list[str]) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Variables for the engine, unless they are set."""
     wanted = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if _on_cpu():
         wanted |= {"OMP_NUM_THREADS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    if "hang" in faults:
-        wanted["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(ROUND_TIMEOUT_S)
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from vllm_handoff.scheduler_ext.manifest import Manifest, attach, manifest_of
 from vllm_handoff.stress import toy_model
 
@@ -58,7 +60,9 @@ class _Watch:
 
     def arm(self, what: str) -> None:
         if what == "control":
-            _send_garbage()
+            _trusted_socket()._socket.send(b"\x93garbage")
+        elif what == "twice":
+            _answer_twice(_trusted_socket())
         else:
             # Not in the very round that follows: several are in flight by then.
             self._armed, self._wait_rounds = what, 3
@@ -81,6 +85,8 @@ class _Watch:
                 self._disagree(scheduler_output, manifest)
         if tokens and self._due("raise-forward"):
             raise PlantedFault("raised by the stress harness in the forward of a round")
+        if tokens and self._due("memory"):
+            raise torch.OutOfMemoryError("planted by the stress harness in the forward of a round")
         if tokens and self._due("hang"):
             # Alive, and never back; what a kernel or a collective that never ends looks like from outside.
             threading.Event().wait()
@@ -133,12 +139,26 @@ def _swap(rows: list) -> bool:
 _TAMPER: dict[str, Callable[[list], bool]] = {"raise-output": _raise, "swapped": _swap}
 
 
-def _send_garbage() -> None:
-    """Send what is no message on this worker's own, trusted socket."""
+def _answer_twice(reports: Any) -> None:
+    """Let the next reply of this worker's main thread be sent twice."""
+    from vllm_handoff.executor.messages import Reply
+
+    send = reports.send
+
+    def twice(report: Any, payload: bytes | None = None) -> None:
+        send(report, payload)
+        if isinstance(report, Reply):
+            del reports.send
+            send(report, payload)
+
+    reports.send = twice
+
+
+def _trusted_socket() -> Any:
+    """This worker's own socket for reports, which the executor trusts."""
     from vllm_handoff.worker.control_link import ReportSocket
 
     for found in gc.get_objects():
         if isinstance(found, ReportSocket):
-            found._socket.send(b"\x93garbage")
-            return
+            return found
     raise RuntimeError("this worker has no report socket")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fuzz_messages
 from vllm_handoff.executor import messages
 from vllm_handoff.executor.errors import ProtocolError
 from vllm_handoff.executor.messages import (
@@ -100,6 +101,25 @@ def test_a_spliced_report_is_refused_or_valid(message: messages.Report, splice: 
     except ProtocolError:
         return
     assert isinstance(decoded, Hello | Ready | Reply | Failure)
+
+
+def test_whatever_arrives_is_refused_or_a_message() -> None:
+    # `make fuzz` is the same, for a minute and more.
+    found = fuzz_messages.run(20_000, seed=1)
+    assert found["command refused"] > 10_000 and found["report refused"] > 10_000
+    # It is not all noise: some of it is still what it was, or something else that is valid.
+    assert found["command valid"] > 300 and found["report valid"] > 300 and found["stranger let in"] > 100
+
+
+def test_the_fuzzer_notices_what_it_is_there_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "is_proof", lambda *args: True)
+    with pytest.raises(AssertionError):
+        fuzz_messages.run(20_000, seed=1)
+    monkeypatch.undo()
+    # A decoder that lets other errors out.
+    monkeypatch.setattr(messages, "decode_report", lambda frames: msgspec.msgpack.decode(frames[0]))
+    with pytest.raises((msgspec.MsgspecError, ValueError, IndexError)):
+        fuzz_messages.run(20_000, seed=1)
 
 
 @pytest.mark.parametrize(

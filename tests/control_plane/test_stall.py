@@ -170,15 +170,15 @@ def test_a_stage_that_hangs_ends_the_executor(rank: int, capfd: pytest.CaptureFi
 
 def test_slow_rounds_and_late_collectors_end_nothing() -> None:
     with rounds(stall_seconds=1, is_async=True) as (dispatcher, plane):
-        dispatcher.execute_model(SchedulerOutput(note=0, act={"execute_model": "compute"}, seconds=4, rank=0))
+        dispatcher.execute_model(SchedulerOutput(note=0, act={"execute_model": "compute"}, seconds=3, rank=0))
         first = dispatcher.sample_tokens(None)
         # Answered, and not collected for longer than the limit.
-        threading.Event().wait(6)
+        threading.Event().wait(4.5)
         assert first.result()["note"] == 0
         # A grammar that takes longer than the limit.
         dispatcher.execute_model(SchedulerOutput(note=1, has_structured_output_requests=True))
-        threading.Event().wait(3)
+        threading.Event().wait(2)
         assert dispatcher.sample_tokens({"grammar": 1}).result()["note"] == 1
         # A call may take as long as it likes.
-        assert plane.call("sleep", (3,)).result() == {0: 0, 1: 1}
+        assert plane.call("sleep", (2,)).result() == {0: 0, 1: 1}
         assert plane.failure is None

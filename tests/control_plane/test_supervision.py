@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import stat
@@ -251,11 +252,24 @@ def test_a_forked_worker_keeps_no_descriptor_of_its_engine() -> None:
         assert plane.call(writers).result() == {0: 0, 1: 0}
 
 
-def test_strangers_are_ignored() -> None:
+class Opened:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self._path,)
+
+
+def test_strangers_are_ignored(tmp_path: Path) -> None:
     context = zmq.Context()
+    bomb = pickle.dumps(Opened(tmp_path / "opened"))
+    assert pickle.loads(bomb) is None and (tmp_path / "opened").exists()
+    (tmp_path / "opened").unlink()
     with rounds() as (dispatcher, plane):
         wrong = messages.proof(b"?" * 32, "worker", 0, "reports")
-        evil = messages.encode(Reply(0, 4))
+        evil = messages.encode(Reply(0, len(bomb)))
         for link in ("commands", "reports"):
             for frames in (
                 [b"", b"noise"],
@@ -263,14 +277,14 @@ def test_strangers_are_ignored() -> None:
                 [messages.encode(Hello(9, "reports", wrong))],
                 [messages.encode(Ready())],
                 [messages.encode(Failure(True, "round 0", "x", "x", "x", 0))],
-                [evil, b"evil"],
+                [evil, bomb],
                 [b"x" * 100_000],
             ):
                 peer = context.socket(zmq.DEALER)
                 peer.setsockopt(zmq.LINGER, 0)
                 peer.connect(plane.folder.endpoint(link))  # type: ignore[arg-type]
                 peer.send_multipart(frames)
-                peer.send_multipart([evil, b"evil"])
+                peer.send_multipart([evil, bomb])
             # One that does not even speak the socket's protocol.
             with socket.socket(socket.AF_UNIX) as raw:
                 raw.connect(f"{plane.folder.path}/{link}")
@@ -280,6 +294,8 @@ def test_strangers_are_ignored() -> None:
             assert dispatcher.sample_tokens(None).result()["note"] == number
         assert plane.failure is None
     context.destroy(linger=0)
+    # A payload of somebody who has not proved himself is never opened.
+    assert not (tmp_path / "opened").exists()
 
 
 def test_a_malformed_report_of_a_proved_worker_ends_the_executor() -> None:

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 import driver
-import toy_tokens
 from driver import Run, State
 from engine_process import EngineProcess
 from engines import SMALL, running, two_stages
 from requests_and_answers import Answer, Arrival, greedy, with_aborts
+from vllm_handoff.stress import toy_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 CONTEXT = 256
-# A token takes 256 bytes on each stage: 1 head x 32 x (key and value) x 4 bytes.
-KV_BYTES_PER_BLOCK = 32 * 256
+LAYERS = 2
+# A token takes, on each stage with its one layer: 1 head x HEAD_SIZE x (key and value) x 4 bytes.
+KV_BYTES_PER_BLOCK = 32 * toy_tokens.HEAD_SIZE * 2 * 4
 TOY: dict[str, Any] = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -31,7 +32,7 @@ TOY: dict[str, Any] = {
 
 
 def start_toy(state: State, **args: Any) -> None:
-    import toy_model
+    from vllm_handoff.stress import toy_model
 
     toy_model.register()
     driver.start(state, **args)
@@ -42,7 +43,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """Two stages, and KV space for 20 blocks: two of the longest requests."""
     folder = tmp_path_factory.mktemp("toy")
     args = {**SMALL, **two_stages("toy").args, **TOY, "kv_cache_memory_bytes": 20 * KV_BYTES_PER_BLOCK}
-    with running(folder, start_toy, model=str(toy_tokens.write_folder(folder / "model", CONTEXT)), **args) as process:
+    with running(
+        folder, start_toy, model=str(toy_tokens.write_folder(folder / "model", LAYERS, CONTEXT)), **args
+    ) as process:
         yield process
 
 
@@ -55,7 +58,8 @@ def toy_requests(seed: int, count: int, every: float) -> tuple[list[Arrival], li
     arrivals, answers, step = [], [], 0.0
     for number in range(count):
         prompt = tuple(rng.randrange(toy_tokens.VOCABULARY) for _ in range(rng.choice([1, 2, 31, 32, 33, 90, 200])))
-        tokens = toy_tokens.continuation(prompt, min(rng.randint(1, 70), CONTEXT - len(prompt)))
+        params = {"max_tokens": rng.randint(1, 70), "ignore_eos": True}
+        tokens = tuple(toy_tokens.answer(prompt, params, LAYERS, CONTEXT)[0])
         stop = tokens[rng.randrange(len(tokens))] if rng.random() < 0.25 else None
         max_tokens = len(tokens) if len(prompt) + len(tokens) < CONTEXT else CONTEXT
         ask = greedy(prompt, max_tokens, stop_token_ids=[] if stop is None else [stop])

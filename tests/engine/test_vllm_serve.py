@@ -159,13 +159,11 @@ def test_sigterm_drains_and_a_second_one_ends_at_once(tiny_llama: Path, tmp_path
         assert within(OVER_S, lambda: not server.left()), server.left()
 
 
-@pytest.mark.parametrize("who", ["worker", "engine"])
-def test_a_dead_engine_is_a_failure_of_the_server(tiny_llama: Path, tmp_path: Path, who: str) -> None:
+def test_a_dead_engine_is_a_failure_of_the_server(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(tiny_llama, tmp_path) as server:
-        workers, (engine,) = server.named("Worker"), server.named("EngineCore")
-        assert len(workers) == 2
+        (engine,) = server.named("EngineCore")
         answers = in_flight(server, 1000, 1000)
-        os.kill(workers[1] if who == "worker" else engine, signal.SIGKILL)
+        os.kill(engine, signal.SIGKILL)
         for answer in answers:
             answer.join(OVER_S)
             assert answer.error and not answer.finish, vars(answer)
