@@ -15,7 +15,7 @@ import torch
 
 from vllm_handoff.scheduler_ext.manifest import HEADER_SIZE, Manifest
 from vllm_handoff.worker.host_arrays import HostArrays
-from vllm_handoff.worker.transfer import MOST_UNDER_WAY, Link, TransferError
+from vllm_handoff.worker.transfer import MOST_UNDER_WAY, Handle, Link, TransferError
 
 # Generations that no request has: of a free slot, and of a row that nobody will read.
 _FREE = -1
@@ -155,6 +155,8 @@ class _Announced(NamedTuple):
     """A handoff under way to this stage."""
 
     manifest: Manifest
+    payload: torch.Tensor
+    receive: Handle
     slots: np.ndarray  # int64 [rows], each row's request slot when its round ran here
     generations: np.ndarray  # int64 [rows], each row's generation; -1 for a row that feeds nothing
 
@@ -187,7 +189,7 @@ class HandoffReceiver:
         self._generation[slot] = _FREE
 
     def announce(self, manifest: Manifest, slots: np.ndarray) -> None:
-        """A round that hands off has run here; its tokens are under way.
+        """A round that hands off has run here; its tokens are under way, and their receive is posted.
 
         Args:
             slots: integer [rows], the slot of each of the manifest's rows.
@@ -207,11 +209,15 @@ class HandoffReceiver:
         idle = [index for index, row in enumerate(rows) if not row.feeds]
         if idle:
             generations[idle] = _NOBODY
+        payload = torch.empty(manifest.payload_size, dtype=torch.int64, device=self._device)
+        # Posted in its own round, though it is waited for in a later one: the last stage's send needs
+        # nothing of this stage but this round, so neither can wait for what the other has yet to launch.
+        receive = self._sender.post_receive(payload, f"round {manifest.round}, handoff")
         # Copied: the batch's own array may be a buffer that a later round fills anew.
-        self._under_way.append(_Announced(manifest, slots.astype(np.int64), generations))
+        self._under_way.append(_Announced(manifest, payload, receive, slots.astype(np.int64), generations))
 
     def take(self, needs: Iterable[int]) -> Iterator[Sampled]:
-        """Receive and yield the handoffs of the given rounds, oldest first.
+        """Wait for the handoffs of the given rounds and yield them, oldest first.
 
         Raises:
             TransferError: the next handoff under way is another round's.
@@ -221,9 +227,8 @@ class HandoffReceiver:
             if not self._under_way or self._under_way[0].manifest.round != number:
                 under_way = [announced.manifest.round for announced in self._under_way]
                 raise TransferError(f"the handoff of round {number} is needed next, but under way are {under_way}")
-            manifest, slots, generations = self._under_way.popleft()
-            payload = torch.empty(manifest.payload_size, dtype=torch.int64, device=self._device)
-            self._sender.post_receive(payload, f"round {number}, handoff").wait()
+            manifest, payload, receive, slots, generations = self._under_way.popleft()
+            receive.wait()
             self.header_check.expect(manifest, payload)
             alive = self._generation[slots] == generations
             if alive.any():

@@ -64,37 +64,52 @@ class NcclPeer:
         self.stage = stage
         self._device = device
         self._rendezvous = rendezvous
-        # Sends have a stream of their own, so that the next round's work need not wait for this one's receiver.
+        # Transfers have a stream of their own: a send must not hold up the next round's work
+        # until its receiver comes, nor a receive what is computed before it is needed.
         self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
         self._ready = torch.cuda.Event()
-        self._sending: deque[tuple[NcclSend, torch.Tensor]] = deque()
+        self._sending: deque[tuple[NcclTransfer, torch.Tensor]] = deque()
 
     @property
     def description(self) -> str:
         return "NCCL" if self._rendezvous is None else "NCCL, ends meeting by flags in host memory"
 
-    def send(self, tensor: torch.Tensor, what: str) -> NcclSend:
+    def send(self, tensor: torch.Tensor, what: str) -> NcclTransfer:
         """Start sending a contiguous tensor once the current stream's work so far is done; see transfer.Link."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         if len(self._sending) >= MOST_UNDER_WAY:
             # Never so in a running engine: a receiver takes what was sent within a few rounds.
             self._sending.popleft()[0].synchronize()
-        self._ready.record(torch.cuda.current_stream(self._device))
-        self._stream.wait_event(self._ready)
-        self._transfer(self._nccl.ncclSend, tensor, self._stream, f"{what}: sending to")
-        handle = NcclSend()
-        handle.event.record(self._stream)
+        handle = self._start(self._nccl.ncclSend, tensor, f"{what}: sending to")
         self._sending.append((handle, tensor))
         return handle
 
-    def post_receive(self, tensor: torch.Tensor, what: str) -> NcclReceive:
-        """A receive into `tensor` that starts where the current stream is when `wait` is called."""
-        return NcclReceive(self, tensor, what)
+    def post_receive(self, tensor: torch.Tensor, what: str) -> NcclTransfer | NcclReceive:
+        """A receive into `tensor`, after the current stream's work so far.
+
+        With a rendezvous it is put into its stream at once, where it waits for
+        the sender and occupies nothing. Posting it in the round that its sender
+        sends it in is what keeps hosts from waiting for each other in a circle:
+        see rendezvous.py. Without one it would be a kernel that spins, and
+        starts where the current stream is when `wait` is called.
+        """
+        if self._rendezvous is None:
+            return NcclReceive(self, tensor, what)
+        return self._start(self._nccl.ncclRecv, tensor, f"{what}: receiving from")
 
     def receive(self, tensor: torch.Tensor, what: str) -> None:
         """Receive into a contiguous tensor, in order with the current stream's other work."""
         self._transfer(self._nccl.ncclRecv, tensor, torch.cuda.current_stream(self._device), f"{what}: receiving from")
+
+    def _start(self, operation: Any, tensor: torch.Tensor, what: str) -> NcclTransfer:
+        """Put a transfer into this link's stream, after the current stream's work so far."""
+        self._ready.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._ready)
+        self._transfer(operation, tensor, self._stream, what)
+        handle = NcclTransfer()
+        handle.event.record(self._stream)
+        return handle
 
     def _transfer(self, operation: Any, tensor: torch.Tensor, stream: torch.cuda.Stream, what: str) -> None:
         assert tensor.is_contiguous() and tensor.device == self._device, f"{what} stage {self.stage}: {tensor.shape}"
@@ -114,14 +129,14 @@ class NcclPeer:
             raise TransferError(f"{what} stage {self.stage} failed: {error}") from error
 
 
-class NcclSend:
-    """A send under way."""
+class NcclTransfer:
+    """A transfer in its link's stream."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event()
 
     def wait(self) -> None:
-        """Let the current stream wait until the tensor has been sent; its memory may be used again after that."""
+        """Let the current stream wait for the transfer: the tensor may be overwritten, or read, after that."""
         self.event.wait()
 
     def is_completed(self) -> bool:
@@ -132,7 +147,7 @@ class NcclSend:
 
 
 class NcclReceive:
-    """A receive that has yet to start."""
+    """A receive that has yet to be put into a stream."""
 
     def __init__(self, peer: NcclPeer, tensor: torch.Tensor, what: str) -> None:
         self._peer, self._tensor, self._what = peer, tensor, what

@@ -7,9 +7,17 @@ memory operations of the CUDA driver: the stream's front end polls, nothing is
 launched, no multiprocessor is occupied, and the host goes on. The NCCL kernels
 behind them then start within microseconds of each other.
 
-No cycle can form: in every process the transfers of round n are put into
-their streams before anything of round n + 1, and the peer of a transfer of
-round n needs nothing but earlier work. Two streams may share one of the
+Nobody can wait in a circle, although a host may at any time have to wait for
+all of its streams (a kernel is loaded at its first use, memory is freed): both
+ends of a transfer of round n, a receive that is needed much later too, are put
+into their streams in round n, before anything of round n + 1. Take the stage
+whose host is in the earliest round, and of several the first stage. What its
+streams wait for was launched: hops up to its own round by the stage before,
+which is further on; handoffs and the receivers of its sends of earlier rounds,
+by stages that are no further back. So it goes on. (A receive posted where it
+is needed broke this: the last stage's host waited for a send, whose receiver
+the first stage had yet to launch, and that one's host for the next hop to be
+taken. Two H200 hung so, without CUDA graphs.) Two streams may share one of the
 device's hardware queues and so wait for each other's waits; by the same order
 that delays work and cannot stop it. `widen_queues` makes it rare.
 """

@@ -235,8 +235,31 @@ def test_a_send_may_be_waited_for_twice(tmp_path: Path) -> None:
     assert run_pair(tmp_path, _twice_role) == [0, 1]
 
 
+class Posted:
+    """A link that only remembers what was posted."""
+
+    description = "nothing"
+
+    def __init__(self) -> None:
+        self.what: list[str] = []
+
+    def send(self, tensor: torch.Tensor, what: str) -> Any:
+        raise AssertionError("a receiver sends nothing")
+
+    def post_receive(self, tensor: torch.Tensor, what: str) -> Any:
+        self.what.append(f"{what}, {tensor.numel()}")
+
+
+def test_a_receive_is_posted_in_its_own_round() -> None:
+    link = Posted()
+    receiver = HandoffReceiver(link, CPU, 0, num_slots=3)
+    receiver.admit([0, 1, 2], 0)
+    receiver.announce(manifest(3), np.arange(3))
+    assert link.what == [f"round 3, handoff, {manifest(3).payload_size}"]
+
+
 def test_needing_a_round_that_is_not_next_is_an_error() -> None:
-    receiver = HandoffReceiver(Peer(None, 1, 1), CPU, 0, num_slots=3)  # type: ignore[arg-type]
+    receiver = HandoffReceiver(Posted(), CPU, 0, num_slots=3)
     receiver.admit([0, 1, 2], 0)
     receiver.announce(manifest(3), np.arange(3))
     with pytest.raises(TransferError, match=r"round 4 is needed next, but under way are \[3\]"):
@@ -244,7 +267,7 @@ def test_needing_a_round_that_is_not_next_is_an_error() -> None:
 
 
 def test_another_life_of_a_request_than_the_manifest_names_is_an_error() -> None:
-    receiver = HandoffReceiver(Peer(None, 1, 1), CPU, 0, num_slots=3)  # type: ignore[arg-type]
+    receiver = HandoffReceiver(Posted(), CPU, 0, num_slots=3)
     receiver.admit([0, 1], 0)
     receiver.admit([2], 1)
     with pytest.raises(TransferError, match="holds generation 1 of r2, the manifest names 0"):
