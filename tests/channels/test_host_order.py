@@ -8,6 +8,7 @@ it gets as far as it can whatever is tried first: if it stops early, it hangs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -75,14 +76,7 @@ class Pipeline:
         stage, last = self.stages[index], len(self.stages) - 1
         for number in range(self.rounds):
             self.reached[index] = number
-            yield (
-                lambda number=number: (
-                    number < self.depth
-                    or (  # the engine dispatches
-                        len(self.outputs) > number - self.depth and self.outputs[number - self.depth].done
-                    )
-                )
-            )
+            yield functools.partial(self.is_dispatched, number)
             place = 0
 
             def stop(number: int = number) -> Callable[[], bool]:
@@ -116,6 +110,11 @@ class Pipeline:
                 self.transfer(stage, "handoff", "handoff", last, number, "receive", stage.newest("compute"))
             yield stop()
         self.reached[index] = self.rounds
+
+    def is_dispatched(self, number: int) -> bool:
+        """Whether the engine has sent the round to the hosts: it holds back until the output `depth` before is there."""
+        collected = number - self.depth
+        return collected < 0 or (len(self.outputs) > collected and self.outputs[collected].done)
 
     def transfer(self, stage: Stage, stream: str, link: str, start: int, number: int, end: str, *after: object) -> Step:
         other = "receive" if end == "send" else "send"
