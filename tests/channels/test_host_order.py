@@ -112,7 +112,7 @@ class Pipeline:
         self.reached[index] = self.rounds
 
     def is_dispatched(self, number: int) -> bool:
-        """Whether the engine has sent the round to the hosts: it holds back until the output `depth` before is there."""
+        """Whether the engine has sent the round to the hosts, which it does once the output `depth` before is there."""
         collected = number - self.depth
         return collected < 0 or (len(self.outputs) > collected and self.outputs[collected].done)
 
