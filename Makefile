@@ -8,7 +8,7 @@ ARGS ?=
 # cpu or gpu: which vLLM `make env` installs.
 KIND ?= cpu
 
-.PHONY: help env demo test stress fuzz lint format check-dashboard check-deploy docs release-check models clean
+.PHONY: help env demo test stress fuzz lint format check-dashboard check-deploy check-docker check-unit docs release-check models clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ format: env ## Let ruff mend and format the code, then check it
 
 check-dashboard: env ## Run every query of the Grafana dashboard against a real Prometheus and a server under load
 	@$(PYTHON) tools/check_dashboard.py $(ARGS)
+
+check-docker: ## Run every step of the Dockerfiles in a bare Debian, and the CPU image's demo (root, debootstrap)
+	@python3 tools/run_dockerfiles.py $(ARGS)
+
+check-unit: ## Run the unit's life under a real systemd in namespaces (root; IMAGES: what check-docker has kept)
+	@python3 tools/run_unit.py $(IMAGES)
 
 check-deploy: env ## Verify the systemd unit, lint the Dockerfiles, check the alert rules
 	@bash tools/check_deploy.sh

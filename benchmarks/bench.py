@@ -4,7 +4,9 @@ Both engines are started once and stay up side by side on the same devices; the
 loads then run on one and on the other in turns, so that a drift of the machine
 meets both. For each load: the median time of each, and the median of the
 ratios pair by pair (above 1: ours is faster). The tokens of both must be
-equal; if they are not, the exit status is 1.
+equal; if they are not, the exit status is 1. The bound is the least time in
+which any schedule could serve the load, worked out from the stages' times in a
+recorded run of each load; "bound/ours" says how near ours is to it.
 
 examples:
   vllm-handoff bench
@@ -34,6 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_handoff.benchmarks.loads import SHAPES, STANDARD, Load, OnlineLoad, write_shape
+from vllm_handoff.benchmarks.nearness import add_bounds, write_recording
+from vllm_handoff.executor import json_report
 
 EXECUTOR = "vllm_handoff.executor.HandoffExecutor"
 
@@ -134,12 +138,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="KV space of each engine on each GPU; all engines then start at once",
     )
     parser.add_argument("--without", action="append", default=[], metavar="ENGINE", help="leave mp or handoff out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    json_report.add_argument(parser)
     parser.add_argument(
         "--record",
         type=Path,
         metavar="FOLDER",
         help="afterwards record each load once on ours, for `vllm-handoff timeline`",
+    )
+    parser.add_argument(
+        "--no-bound", action="store_true", help="leave out the bound, for which each load runs once more on ours"
     )
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs (default: a temporary one)")
     parser.add_argument("--budget", type=float, default=3600, metavar="S", help="start no further run after S seconds")
@@ -186,16 +193,17 @@ def measure(children: list[Child], args: argparse.Namespace, deadline: float) ->
     return records
 
 
-def record(children: list[Child], args: argparse.Namespace) -> None:
-    """Record one more run of each load on each of ours."""
-    args.record.mkdir(parents=True, exist_ok=True)
-    for child in children:
-        if child.name == "mp":
-            continue
+def record(children: list[Child], args: argparse.Namespace) -> dict[str, list[Any]]:
+    """Record one more run of each load on each of ours; by load, the rounds of each rank of the first of ours."""
+    recordings: dict[str, list[Any]] = {}
+    ours = [child for child in children if child.name != "mp"]
+    for child in ours if args.record else ours[:1]:
         for load in args.loads:
-            stages = child.ask({"record": load, "seed": 0})
-            target = args.record / f"{child.name}-{load}.json"
-            target.write_text(json.dumps({"title": f"{child.name}, {load}", "stages": stages}))
+            ranks = child.ask({"record": load, "seed": 0})
+            recordings.setdefault(load, ranks)
+            if args.record:
+                write_recording(args.record, child.name, load, ranks)
+    return recordings
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -227,13 +235,18 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def show(rows: list[dict[str, Any]], engines: list[str]) -> None:
     """Print the table: seconds, and for every engine but `mp` the median ratio of its pairs with `mp`."""
     head = "".join(f"{name:>18}" for name in engines)
-    print(f"{'load':>22}{head}  same tokens")
+    bounds = any("bound" in row for row in rows)
+    print(f"{'load':>22}{head}  same tokens" + ("   bound  bound/ours" if bounds else ""))
     for row in rows:
         cells = []
         for name in engines:
             ratio = f" ({row[f'{name}_ratio']:.3f})" if f"{name}_ratio" in row else ""
             cells.append(f"{row[name]:.3f}{ratio}" if name in row else "-")
-        print(f"{row['load']:>22}" + "".join(f"{cell:>18}" for cell in cells) + f"  {row['same_tokens']}")
+        line = f"{row['load']:>22}" + "".join(f"{cell:>18}" for cell in cells) + f"  {row['same_tokens']!s:>11}"
+        ours = next((name for name in engines if name != "mp" and name in row), None)
+        if "bound" in row and ours:
+            line += f"{row['bound']:>8.3f}{100 * row['bound'] / row[ours]:>11.0f}%"
+        print(line)
         for name in engines:
             if f"{name}_gaps_ms" in row:
                 first, gaps = row[f"{name}_first_token_ms"], row[f"{name}_gaps_ms"]
@@ -247,6 +260,12 @@ def run(args: argparse.Namespace) -> int:
     """The command."""
     for load in args.loads:
         Load.parse(load)
+    with json_report.report_of(args) as report:
+        rows = _run(args, report)
+    return 0 if all(row["same_tokens"] for row in rows) else 1
+
+
+def _run(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any]]:
     deadline = time.monotonic() + args.budget
     with tempfile.TemporaryDirectory(prefix="handoff-bench-") as name:
         folder = Path(name)
@@ -264,13 +283,12 @@ def run(args: argparse.Namespace) -> int:
             for child in children:
                 child.wait_ready()
             records = measure(children, args, deadline)
-            if args.record:
-                record(children, args)
+            recordings = record(children, args) if args.record or not args.no_bound else {}
         finally:
             for child in children:
                 child.stop()
     rows = summarise(records)
-    if args.json:
-        args.json.write_text(json.dumps({"arguments": vars(args), "rows": rows, "runs": records}, default=str))
+    costs = [] if args.no_bound else add_bounds(rows, recordings, args.stages)
     show(rows, [child.name for child in children])
-    return 0 if all(row["same_tokens"] for row in rows) else 1
+    report |= {"arguments": vars(args), "rows": rows, "stage_times": costs, "runs": records}
+    return rows

@@ -18,6 +18,7 @@ import mmap
 import os
 import struct
 import tempfile
+import zlib
 from enum import IntEnum
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -47,8 +48,8 @@ class Phase(IntEnum):
 class WorkerCounts(msgspec.Struct):
     """What one worker has done, in rounds and in ns of the machine's monotonic clock.
 
-    Times are the host's. With gloo the host waits for transfers itself; with
-    NCCL the device does, and the host's wait is next to nothing.
+    On a CPU the host waits for transfers itself, and its times are the stage's.
+    On a GPU the device does, and has times of its own; they are a few rounds late.
 
     Attributes:
         rounds: rounds run.
@@ -60,6 +61,9 @@ class WorkerCounts(msgspec.Struct):
         handoff_wait_ns: time that the host waited for sampled tokens.
         deliveries: rounds that arrived while this worker was idle.
         delivery_ns: how long these took from the engine to here.
+        on_device: 1 if the device's times are counted.
+        device_busy_ns, device_idle_ns, device_hop_wait_ns, device_handoff_wait_ns: the device's
+            time in rounds less waiting, between rounds, and waiting for transfers.
         phase: a Phase, what the host is doing.
         phase_ns: when that began.
         round: the round that the host runs, or ran last; -1 before the first, as below.
@@ -77,6 +81,11 @@ class WorkerCounts(msgspec.Struct):
     handoff_wait_ns: int = 0
     deliveries: int = 0
     delivery_ns: int = 0
+    on_device: int = 0
+    device_busy_ns: int = 0
+    device_idle_ns: int = 0
+    device_hop_wait_ns: int = 0
+    device_handoff_wait_ns: int = 0
     phase: int = Phase.COMMAND
     phase_ns: int = 0
     round: int = -1
@@ -93,6 +102,7 @@ class Board:
 
     def __init__(self, path: Path, counts: msgspec.Struct) -> None:
         self._layout = _layout(type(counts))
+        self._tag = _tag(type(counts))
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             # Not ftruncate: on a full file system, writing to a hole would be a SIGBUS instead of an error here.
@@ -103,7 +113,7 @@ class Board:
         self.write(counts)
 
     def write(self, counts: msgspec.Struct) -> None:
-        self._layout.pack_into(self._memory, 0, *msgspec.structs.astuple(counts))
+        self._layout.pack_into(self._memory, 0, self._tag, *msgspec.structs.astuple(counts))
 
 
 _Counts = TypeVar("_Counts", bound=msgspec.Struct)
@@ -122,8 +132,8 @@ class BoardReader(Generic[_Counts]):
         self._layout = _layout(counts)
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(self._memory) != self._layout.size:
-            raise ValueError(f"{path} has {len(self._memory)} bytes, {self._layout.size} were expected")
+        if len(self._memory) != self._layout.size or self._layout.unpack_from(self._memory)[0] != _tag(counts):
+            raise ValueError(f"{path} is not a board of {counts.__name__}, or of another version")
 
     def read(self) -> _Counts:
         before = self._layout.unpack_from(self._memory)
@@ -132,11 +142,16 @@ class BoardReader(Generic[_Counts]):
             if (values := self._layout.unpack_from(self._memory)) == before:
                 break
             before = values
-        return self._type(*before)
+        return self._type(*before[1:])
 
 
 def _layout(counts: type[msgspec.Struct]) -> struct.Struct:
-    return struct.Struct(f"{len(counts.__struct_fields__)}q")
+    return struct.Struct(f"{1 + len(counts.__struct_fields__)}q")
+
+
+def _tag(counts: type[msgspec.Struct]) -> int:
+    """Stands first on a board and says what its numbers are."""
+    return zlib.crc32(",".join((counts.__name__, *counts.__struct_fields__)).encode())
 
 
 def worker_board(folder: str, rank: int) -> Path:

@@ -16,6 +16,7 @@ examples:
   vllm-handoff demo
   vllm-handoff demo --port 8123 --requests 16 --max-tokens 100
   vllm-handoff demo --model ./my-model --log-dir ./logs
+  vllm-handoff demo --json | jq .statistics
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_handoff.executor import json_report
 from vllm_handoff.executor.demo_streams import Answer, stream_all
 from vllm_handoff.executor.server_process import ServerFailedError, ServerProcess
 from vllm_handoff.executor.show_version import plugin_problem
@@ -93,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for the server's log (default: a temporary one, kept only if the demo fails)",
     )
+    json_report.add_argument(parser)
 
 
 def _count(text: str) -> int:
@@ -102,11 +105,18 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    with json_report.report_of(args) as report:
+        problems = _run(args, report)
+        report |= {"ok": not problems, "problems": problems}
+    return 1 if problems else 0
+
+
+def _run(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     log_dir = args.log_dir or Path(tempfile.mkdtemp(prefix="vllm-handoff-demo-"))
     log_dir.mkdir(parents=True, exist_ok=True)
     keep = args.log_dir is not None
     try:
-        problems = _demo(args, log_dir)
+        problems = _demo(args, log_dir, report)
         keep = keep or bool(problems)
     except DemoError as error:
         problems = [str(error)]
@@ -117,11 +127,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {problem}", file=sys.stderr)
     if (log_dir / LOG).exists() and problems:
         print(f"The server's log is {log_dir / LOG}.", file=sys.stderr)
-    return 1 if problems else 0
+    return problems
 
 
-def _demo(args: argparse.Namespace, log_dir: Path) -> list[str]:
-    """Run the demo, and return what did not go as it should, one sentence each."""
+def _demo(args: argparse.Namespace, log_dir: Path, report: dict[str, Any]) -> list[str]:
+    """Run the demo, fill in the report, and return what did not go as it should, one sentence each."""
     device = choose_device(check_installation())
     check_port(args.port)
     if device is CPU:
@@ -141,6 +151,7 @@ def _demo(args: argparse.Namespace, log_dir: Path) -> list[str]:
         url = f"http://{HOST}:{args.port}"
         seconds = server.wait_ready(f"{url}/health", args.startup_timeout, _waiting(server.log))
         _clear_line()
+        report |= {"device": device.what, "command": command, "ready_s": seconds}
         print(f"The server is ready after {seconds:.0f} s. {args.requests} completions at once:\n", flush=True)
         start = time.monotonic()
         answers = asyncio.run(stream_all(url, args.requests, args.max_tokens, _print_answer))
@@ -160,7 +171,10 @@ def _demo(args: argparse.Namespace, log_dir: Path) -> list[str]:
             f"From {server.log}:\n{server.last_words()}"
         )
     elif answers:
+        report["statistics"] = read_statistics(statistics)
         problems += summarise(answers, elapsed, statistics)
+    if answers:
+        report |= {"seconds": elapsed, "answers": [asdict(answer) for answer in answers]}
     return problems
 
 
@@ -237,14 +251,22 @@ def serve_command(model: Path, port: int, device: Device) -> list[str]:
     return command + list(device.flags)
 
 
+def read_statistics(path: Path) -> dict[str, Any]:
+    """What the executor has counted; empty if it left nothing usable."""
+    try:
+        counts: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return counts if set(STATISTICS) <= set(counts) else {}
+
+
 def summarise(answers: list[Answer], elapsed: float, statistics: Path) -> list[str]:
     """Print what was done, and return what should have been otherwise."""
     problems = []
-    try:
-        counts: dict[str, Any] = json.loads(statistics.read_text())
-        facts = {what: f"{counts[key]}" for key, what in STATISTICS.items()}
-    except (OSError, ValueError, KeyError) as error:
-        return [f"The executor left no usable statistics in {statistics} ({error!r})."]
+    counts = read_statistics(statistics)
+    if not counts:
+        return [f"The executor left no usable statistics in {statistics}."]
+    facts = {what: f"{counts[key]}" for key, what in STATISTICS.items()}
     tokens = sum(answer.tokens for answer in answers)
     facts["tokens"] = f"{tokens}"
     facts["tokens/s"] = f"{tokens / elapsed:.1f}"

@@ -60,6 +60,7 @@ class HandoffExecutor(Executor):
     """
 
     supports_pp = True
+    _starting = False
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_version = check_vllm_version()

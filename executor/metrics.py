@@ -54,6 +54,7 @@ class HandoffCollector:
         self._values = list(labels.values())
         self._engine: BoardReader[RoundStats] | None = None
         self._workers: list[BoardReader[WorkerCounts]] = []
+        self._idle_seen: dict[int, int] = {}
 
     def _open(self) -> bool:
         """Whether the boards are there. Workers make theirs before the engine says that it is ready."""
@@ -123,13 +124,18 @@ class HandoffCollector:
         rounds = CounterMetricFamily("vllm_handoff_stage_rounds", "Rounds that a worker has run.", labels=names)
         busy = CounterMetricFamily(
             "vllm_handoff_stage_busy_seconds",
-            "Time that a worker's host spent on commands, without waiting for transfers.",
+            "Time that a stage's device (a GPU, or the host where the model runs on it) worked.",
             labels=names,
         )
         waiting = CounterMetricFamily(
             "vllm_handoff_stage_waiting_seconds",
-            "Time that a worker's host waited for a command, for hidden states (hop) or for sampled tokens (handoff).",
+            "Time that a stage's device waited for a command, for hidden states (hop) or for sampled tokens (handoff).",
             labels=[*names, "reason"],
+        )
+        host = CounterMetricFamily(
+            "vllm_handoff_host_busy_seconds",
+            "Time that a worker's host spent on commands, without waiting for transfers.",
+            labels=names,
         )
         delivery = SummaryMetricFamily(
             "vllm_handoff_control_plane_seconds",
@@ -139,18 +145,27 @@ class HandoffCollector:
         for rank, counts in enumerate(workers):
             values = [*self._values, str(rank // self._ranks_per_stage), str(rank)]
             rounds.add_metric(values, counts.rounds)
-            busy.add_metric(values, counts.busy_ns * _NS)
-            # A wait that goes on belongs to the sum, or it would show only once it is over. (A command
-            # under way does not: part of it may turn out to be waiting, and counters never go back.)
-            idle = counts.idle_ns + (0 if counts.working else max(0, now - counts.since_ns))
-            for reason, waited in (
-                ("command", idle),
-                ("hop", counts.hop_wait_ns),
-                ("handoff", counts.handoff_wait_ns),
-            ):
+            host.add_metric(values, counts.busy_ns * _NS)
+            busy.add_metric(values, (counts.device_busy_ns if counts.on_device else counts.busy_ns) * _NS)
+            for reason, waited in self._waits(rank, counts, now).items():
                 waiting.add_metric([*values, reason], waited * _NS)
             delivery.add_metric(values, count_value=counts.deliveries, sum_value=counts.delivery_ns * _NS)
-        yield from (rounds, busy, waiting, delivery)
+        yield from (rounds, busy, waiting, host, delivery)
+
+    def _waits(self, rank: int, counts: WorkerCounts, now: int) -> dict[str, int]:
+        """ns that a stage has waited, by reason."""
+        # A wait that goes on belongs to the sum, or it would show only once it is over. (A command
+        # under way does not: part of it may turn out to be waiting, and counters never go back.)
+        open_ns = 0 if counts.working else max(0, now - counts.since_ns)
+        if not counts.on_device:
+            return {
+                "command": counts.idle_ns + open_ns,
+                "hop": counts.hop_wait_ns,
+                "handoff": counts.handoff_wait_ns,
+            }
+        # The device may have had rounds to do when its host's wait began. That shows later; the sum stands till then.
+        idle = self._idle_seen[rank] = max(self._idle_seen.get(rank, 0), counts.device_idle_ns + open_ns)
+        return {"command": idle, "hop": counts.device_hop_wait_ns, "handoff": counts.device_handoff_wait_ns}
 
 
 def publish(vllm_config: Any) -> None:

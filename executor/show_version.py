@@ -4,12 +4,14 @@ Exits with 1 if something is missing or unsupported, and says what to do.
 
 examples:
   vllm-handoff version
+  vllm-handoff version --json | jq -r .vllm
   VLLM_PLUGINS=lora_filesystem_resolver vllm-handoff version     shows why a plugin is not loaded
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -19,7 +21,7 @@ from vllm_handoff.executor.version import SUPPORTED_RANGE, UnsupportedVllmError,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There is nothing to choose."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 
 
 def _version_of(distribution: str) -> str:
@@ -51,11 +53,23 @@ def run(args: argparse.Namespace) -> int:
     problem = plugin_problem()
     if problem:
         problems.append(problem)
-    print(f"vllm-handoff  {_version_of('vllm-handoff')}")
-    print(f"vLLM          {vllm} (supported: {SUPPORTED_RANGE})")
-    print(f"torch         {_version_of('torch')}")
-    print(f"Python        {sys.version.split()[0]}")
-    print(f"plugin        {'not loaded by vLLM' if problem else 'loaded by vLLM'}")
+    found = {
+        "vllm_handoff": _version_of("vllm-handoff"),
+        "vllm": vllm,
+        "supported": SUPPORTED_RANGE,
+        "torch": _version_of("torch"),
+        "python": sys.version.split()[0],
+        "plugin_loaded": not problem,
+        "problems": problems,
+    }
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(f"vllm-handoff  {found['vllm_handoff']}")
+        print(f"vLLM          {vllm} (supported: {SUPPORTED_RANGE})")
+        print(f"torch         {found['torch']}")
+        print(f"Python        {found['python']}")
+        print(f"plugin        {'not loaded by vLLM' if problem else 'loaded by vLLM'}")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

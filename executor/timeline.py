@@ -67,7 +67,7 @@ class StageReport:
 def spans_of(stage: list[list[Any]], zero: float) -> list[Span]:
     """The spans of one stage's recorded rounds that had tokens."""
     found = []
-    for number, num_tokens, _, marks, _ in stage:
+    for number, num_tokens, _, marks, *_ in stage:
         if not num_tokens or marks[BEGIN] is None or marks[END] is None:
             continue
         at = marks[BEGIN]

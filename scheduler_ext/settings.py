@@ -24,6 +24,8 @@ class HandoffSettings:
             rounds; "auto" decides by measured stage times, 0 never spreads.
         layer_split: "auto" gives the stages as many layers as `vllm-handoff plan`
             advises, unless VLLM_PP_LAYER_PARTITION is set; "even" leaves it to vLLM.
+        rendezvous: on GPUs, a transfer between stages starts once both ends have come
+            to it, so that no kernel waits for a peer; false: NCCL's kernels wait.
         stall_seconds: rounds in flight without progress of any stage for so long
             end the engine; 0 never does.
     """
@@ -31,6 +33,7 @@ class HandoffSettings:
     depth: int | None = None
     split_rows: int | Literal["auto"] = "auto"
     layer_split: Literal["even", "auto"] = "even"
+    rendezvous: bool = True
     # Well above what a round takes that makes no progress a stage could show, such as one kernel that runs for
     # long, and below vLLM's limit of 300 s a round.
     stall_seconds: float = 120
@@ -74,6 +77,8 @@ class HandoffSettings:
             raise SettingsError(f'handoff split_rows {self.split_rows!r} must be "auto" or a number of requests from 0')
         if self.layer_split not in ("even", "auto"):
             raise SettingsError(f'handoff layer_split {self.layer_split!r} must be "even" or "auto"')
+        if not isinstance(self.rendezvous, bool):
+            raise SettingsError(f"handoff rendezvous {self.rendezvous!r} must be true or false")
         stall = self.stall_seconds
         if isinstance(stall, bool) or not isinstance(stall, int | float) or not (stall == 0 or stall >= 1):
             raise SettingsError(f"handoff stall_seconds {stall!r} must be 0 (never) or a number of seconds from 1")

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from vllm_handoff.scheduler_ext.stage_cost import RoundWork, StageCost
+from vllm_handoff.scheduler_ext.stage_cost import RoundWork
+
+
+class Cost(Protocol):
+    """A stage's time, modelled (StageCost) or measured (MeasuredCost)."""
+
+    @property
+    def per_prompt_token(self) -> float:
+        """Seconds."""
+
+    @property
+    def per_prompt_context(self) -> float:
+        """Seconds for every token that a prompt token attends to."""
+
+    def seconds(self, work: RoundWork) -> float:
+        """Of one round."""
 
 
 class Bound(NamedTuple):
@@ -22,7 +37,7 @@ class Bound(NamedTuple):
     prefill: float
 
 
-def bound(load: tuple[int, int, int], costs: Sequence[StageCost]) -> Bound:
+def bound(load: tuple[int, int, int], costs: Sequence[Cost]) -> Bound:
     """For (requests, prompt tokens, generated tokens), all at once.
 
     Each stage has to read its weights once for every round, so k cohorts read
@@ -37,7 +52,7 @@ def bound(load: tuple[int, int, int], costs: Sequence[StageCost]) -> Bound:
     context = prompt + generated / 2
     tokens = requests * prompt
 
-    def prefill_of(cost: StageCost) -> float:
+    def prefill_of(cost: Cost) -> float:
         return cost.per_prompt_token * tokens + cost.per_prompt_context * tokens * prompt / 2
 
     prefill = max(prefill_of(cost) for cost in costs)

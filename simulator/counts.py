@@ -70,17 +70,24 @@ def count(scenario: Scenario, engine: str, stages: int, calibration: Calibration
     return Counts.of(even_pipeline(engine, stages, calibration).run(Arrivals(scenario.make())))
 
 
-def table(stages: int, calibration: Calibration) -> str:
-    """All scenarios, vLLM's policy beside ours, as a table in Markdown."""
+def count_all(stages: int, calibration: Calibration) -> list[tuple[str, str, Counts]]:
+    """(load, policy, counts) of all scenarios, vLLM's policy before ours."""
+    return [
+        (scenario.name, name, count(scenario, engine, stages, calibration))
+        for scenario in SCENARIOS
+        for engine, name in (("mp", "vLLM"), ("handoff", "ours"))
+    ]
+
+
+def table(stages: int, counted: list[tuple[str, str, Counts]]) -> str:
+    """The same as a table in Markdown."""
     lines = [
         f"| load (PP={stages}) | policy | rounds | empty | rows a round | differ by | longest wait | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for scenario in SCENARIOS:
-        for engine, name in (("mp", "vLLM"), ("handoff", "ours")):
-            found = count(scenario, engine, stages, calibration)
-            lines.append(
-                f"| {scenario.name if engine == 'mp' else ''} | {name} | {found.rounds} | {found.empty} "
-                f"| {found.rows:.1f} | {found.uneven:.1f} | {found.longest_wait} | {found.seconds:.2f} |"
-            )
+    for load, policy, found in counted:
+        lines.append(
+            f"| {load if policy == 'vLLM' else ''} | {policy} | {found.rounds} | {found.empty} "
+            f"| {found.rows:.1f} | {found.uneven:.1f} | {found.longest_wait} | {found.seconds:.2f} |"
+        )
     return "\n".join(lines)

@@ -24,7 +24,7 @@ examples:
   vllm-handoff simulate
   vllm-handoff simulate --counts 2
   vllm-handoff simulate --pictures
-  vllm-handoff simulate --load 2000x512+128 --stages 8
+  vllm-handoff simulate --load 2000x512+128 --stages 8 --json
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from vllm_handoff.executor import json_report
 from vllm_handoff.scheduler_ext.stage_cost import stage_costs
 from vllm_handoff.simulator.bound import bound
 from vllm_handoff.simulator.calibration import MEASURED, Calibration, even_pipeline, fit, simulate
-from vllm_handoff.simulator.counts import table
+from vllm_handoff.simulator.counts import count_all, table
 from vllm_handoff.simulator.requests import Arrivals, burst
 
 ALLOWED = 0.10
@@ -53,10 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--load", metavar="LOAD", help="one load, as REQUESTSxPROMPT+GENERATED")
     what.add_argument("--fit", action="store_true", help="fit the constants again")
     parser.add_argument("--stages", type=int, default=2, metavar="N", help="for --load (default: %(default)s)")
+    json_report.add_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
+    with json_report.report_of(args) as report:
+        return _run(args, report)
+
+
+def _run(args: argparse.Namespace, report: dict[str, Any]) -> int:
     calibration = Calibration.load()
     if args.fit:
         return refit(calibration)
@@ -64,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
         if args.counts < 1:
             print("error: --counts takes a number of stages from 1", file=sys.stderr)
             return 1
-        print(table(args.counts, calibration))
+        counted = count_all(args.counts, calibration)
+        print(table(args.counts, counted))
+        report["rows"] = [{"load": load, "policy": policy, **found._asdict()} for load, policy, found in counted]
         return 0
     if args.pictures is not None:
         from vllm_handoff.simulator.plots import draw
@@ -72,18 +82,23 @@ def run(args: argparse.Namespace) -> int:
         draw(args.pictures, calibration)
         return 0
     if args.load is not None:
-        return one_load(args.load, args.stages, calibration)
-    return compare(calibration)
+        return one_load(args.load, args.stages, calibration, report)
+    return compare(calibration, report)
 
 
-def compare(calibration: Calibration) -> int:
+def compare(calibration: Calibration, report: dict[str, Any]) -> int:
     """Print the predictions of all measured runs. 1 if one is off by more than allowed and not known to be."""
+    rows = report["rows"] = []
     print(f"{'run':<46}{'measured':>9}{'predicted':>10}{'error':>8}{'bound':>8}{'cohorts':>8}{'bound/measured':>15}")
     status = 0
     for point in calibration.points:
         seconds = simulate(point, calibration.model, calibration.constants).seconds
         error = seconds / point.seconds - 1
         least = bound(point.load, stage_costs(calibration.model, point.split, calibration.constants.device))
+        rows.append({
+            "run": point.name, "measured_s": point.seconds, "predicted_s": seconds, "error": error,
+            "bound_s": least.seconds, "cohorts": least.cohorts,
+        })  # fmt: skip
         mark = ""
         if abs(error) > ALLOWED:
             known = point.name in calibration.exceptions
@@ -103,11 +118,12 @@ def refit(calibration: Calibration) -> int:
     MEASURED.write_text(json.dumps(content, indent=1) + "\n")
     print(json.dumps(content["constants"], indent=1))
     print("Copy the device's part into scheduler_ext/stage_cost.py (H200): `vllm-handoff plan` uses it.")
-    return compare(Calibration.load())
+    return compare(Calibration.load(), {})
 
 
-def one_load(text: str, stages: int, calibration: Calibration) -> int:
+def one_load(text: str, stages: int, calibration: Calibration, report: dict[str, Any]) -> int:
     """Print what both policies make of a load."""
+    rows: list[dict[str, Any]] = []
     try:
         requests, prompt, generated = (int(part) for part in text.replace("+", "x").split("x"))
     except ValueError:
@@ -124,6 +140,12 @@ def one_load(text: str, stages: int, calibration: Calibration) -> int:
             f"{name:<8}{found.seconds:>9.3f}{found.throughput:>10.0f}{len(found.rounds) - empty:>8}{empty:>7}"
             f"{1000 * gaps[len(gaps) // 2]:>12.2f}{1000 * gaps[int(0.99 * len(gaps))]:>12.2f}"
         )
+        rows.append({
+            "policy": name, "seconds": found.seconds, "tokens_per_s": found.throughput,
+            "rounds": len(found.rounds) - empty, "empty": empty,
+            "gap_p50_s": gaps[len(gaps) // 2], "gap_p99_s": gaps[int(0.99 * len(gaps))],
+        })  # fmt: skip
     least = bound((requests, prompt, generated), [stage.cost for stage in pipeline.stages])
+    report |= {"load": text, "stages": stages, "rows": rows, "bound_s": least.seconds, "cohorts": least.cohorts}
     print(f"bound   {least.seconds:>9.3f}  with {least.cohorts} cohorts, {least.prefill:.3f} s of it for the prompts")
     return 0

@@ -36,6 +36,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from vllm_handoff.executor import json_report
 from vllm_handoff.stress.faults import FAULTS, STALL_S
 from vllm_handoff.stress.plan import Case, Mix
 from vllm_handoff.stress.planting import PLANTS
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("the run")
     run.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     run.add_argument("--duration", type=float, default=60, metavar="S", help="with starts (default: %(default)s)")
-    run.add_argument("--json", type=Path, metavar="FILE", help="write the figures and problems to FILE")
+    json_report.add_argument(run)
     run.add_argument("--logs", type=Path, metavar="FOLDER", help="for the engines' logs (default: a temporary one)")
     run.add_argument("--shrink", type=float, default=120, metavar="S", help="seconds to look for a smaller case")
     run.add_argument("--replay", type=Path, metavar="FILE", help="run a printed case instead of new load")
@@ -160,10 +161,11 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="vllm-stress-") as temporary:
         if args.logs is not None:
             args.logs.mkdir(parents=True, exist_ok=True)
-        return _run(args, Path(temporary), args.logs or Path(temporary))
+        with json_report.report_of(args) as report:
+            return _run(args, Path(temporary), args.logs or Path(temporary), report)
 
 
-def _run(args: argparse.Namespace, temporary: Path, logs: Path) -> int:
+def _run(args: argparse.Namespace, temporary: Path, logs: Path, report: dict[str, Any]) -> int:
     from tqdm import tqdm
 
     from vllm_handoff.stress.campaign import Campaign
@@ -196,18 +198,16 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path) -> int:
             setup, environment(), mix, oracle, logs, args.duration, faults, tuple(args.fault_after), progress
         )
         if case is not None:
-            return _replay(campaign, case)
+            return _replay(campaign, case, report)
         figures = campaign.run()
     print(figures.table())
-    report: dict[str, Any] = {"mix": asdict(mix), "options": setup, **figures.to_json()}
+    report |= {"ok": not figures.problems, "mix": asdict(mix), "options": setup, **figures.to_json()}
     for problem in figures.problems[:10]:
         print(f"\nPROBLEM ({problem.kind}): {problem.what}")
     if campaign.failed_case is not None:
         report["smallest_case"] = _smallest(args, campaign, Path.cwd()) if args.shrink > 0 else None
     elif figures.problems:
         print(f"\nThe seed was {mix.seed}.")
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if figures.problems else 0
 
 
@@ -253,7 +253,7 @@ def _smallest(args: argparse.Namespace, campaign: Any, folder: Path) -> dict[str
     return found.to_json()
 
 
-def _replay(campaign: Any, case: Case) -> int:
+def _replay(campaign: Any, case: Case, report: dict[str, Any]) -> int:
     from vllm_handoff.stress.shrink import Rerun
 
     rerun = Rerun(campaign)
@@ -265,4 +265,5 @@ def _replay(campaign: Any, case: Case) -> int:
     for problem in problems:
         print(f"PROBLEM ({problem.kind}): {problem.what}")
     print(f"{len(case.numbers or ())} requests, {len(problems)} problems")
+    report |= {"ok": not problems, "case": case.to_json(), "problems": [problem._asdict() for problem in problems]}
     return 1 if problems else 0

@@ -24,6 +24,32 @@ def test_every_help_has_examples(arguments: list[str], capsys: pytest.CaptureFix
     assert "examples:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - {"serve"}))
+def test_every_command_but_serve_reports_as_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, key",
+    [(["version"], "vllm"), (["simulate", "--load", "4x8+4"], "rows"), (["simulate", "--counts", "2"], "rows")],
+)
+def test_json_stands_alone_on_standard_output(
+    arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[key]
+
+
+def test_a_report_goes_to_its_file_and_the_text_to_standard_output(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["simulate", "--load", "4x8+4", "--json", str(tmp_path / "report.json")]) == 0
+    assert "policy" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["load"] == "4x8+4"
+
+
 def test_help_does_not_import_vllm_or_torch() -> None:
     code = (
         "import sys; from vllm_handoff.executor import cli; cli.build_parser(); "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
@@ -22,7 +23,8 @@ def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_demo_streams_eight_answers_and_leaves_nothing(tiny_llama: Path, tmp_path: Path) -> None:
-    done = _demo("--model", str(tiny_llama), "--max-tokens", "12", "--log-dir", str(tmp_path))
+    report = tmp_path / "report.json"
+    done = _demo("--model", str(tiny_llama), "--max-tokens", "12", "--log-dir", str(tmp_path), "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\n> ") == 8
     counts = dict(re.findall(r"^  (\w[\w /]*?) +([\d.]+)$", done.stdout, re.MULTILINE))
@@ -30,13 +32,18 @@ def test_demo_streams_eight_answers_and_leaves_nothing(tiny_llama: Path, tmp_pat
     assert int(counts["handoffs made"]) >= 1
     # A random model may end a text early, but hardly all of them.
     assert 8 < int(counts["tokens"]) <= 8 * 12
+    told = json.loads(report.read_text())
+    assert told["ok"] and len(told["answers"]) == 8
+    assert told["statistics"]["handoffs"] == int(counts["handoffs made"])
 
 
 def test_demo_says_why_the_server_did_not_start(tiny_llama: Path, tmp_path: Path) -> None:
     broken = tmp_path / "model"
     broken.mkdir()
     (broken / "config.json").write_bytes((tiny_llama / "config.json").read_bytes().replace(b"LlamaFor", b"NobodyFor"))
-    done = _demo("--model", str(broken), "--log-dir", str(tmp_path / "logs"))
+    done = _demo("--model", str(broken), "--log-dir", str(tmp_path / "logs"), "--json")
     assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert not told["ok"] and "NobodyForCausalLM" in told["problems"][0]
     assert "ended with status 1 before it was ready" in done.stderr
     assert "NobodyForCausalLM" in done.stderr

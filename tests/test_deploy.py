@@ -108,7 +108,9 @@ def test_every_dependency_has_a_licence() -> None:
     assert licences.table(dists)[1] == []
 
 
-@pytest.mark.parametrize("tool", ["check_dashboard.py", "check_release.py", "licences.py"])
+@pytest.mark.parametrize(
+    "tool", ["check_dashboard.py", "check_release.py", "licences.py", "run_dockerfiles.py", "run_unit.py"]
+)
 def test_tools_explain_themselves(tool: str) -> None:
     command = [sys.executable, str(ROOT / "tools" / tool), "--help"]
     assert "examples:" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -8,11 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from vllm_handoff.executor import board, metrics
 from vllm_handoff.executor.board import Board, BoardReader, Phase, WorkerCounts
 from vllm_handoff.executor.stats import STALL_NS, RoundStats
 from vllm_handoff.worker import work_clock
+from vllm_handoff.worker.device_clock import DeviceClock
+from vllm_handoff.worker.recorder import Mark, Recorder
 from vllm_handoff.worker.work_clock import WorkClock
 
 
@@ -30,7 +33,7 @@ def test_a_reader_sees_what_was_written_last_and_keeps_it(tmp_path: Path) -> Non
 
 def test_a_board_of_another_type_is_refused(tmp_path: Path) -> None:
     Board(tmp_path / "board", WorkerCounts())
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match="not a board of RoundStats"):
         BoardReader(tmp_path / "board", RoundStats)
 
 
@@ -94,6 +97,11 @@ def test_a_worker_tells_work_from_waiting(monkeypatch: pytest.MonkeyPatch) -> No
         "handoff_wait_ns": 0,
         "deliveries": 1,
         "delivery_ns": 10,
+        "on_device": 0,
+        "device_busy_ns": 0,
+        "device_idle_ns": 0,
+        "device_hop_wait_ns": 0,
+        "device_handoff_wait_ns": 0,
         "phase": Phase.FORWARD,
         "phase_ns": 1185,
         "round": 8,
@@ -101,6 +109,98 @@ def test_a_worker_tells_work_from_waiting(monkeypatch: pytest.MonkeyPatch) -> No
         "device_round": 7,
         "output_round": -1,
     }
+
+
+class Stream:
+    """A device that reaches what is launched on it in its own time, in ms."""
+
+    def __init__(self) -> None:
+        self.launched: list[Event] = []
+        self.events = 0
+
+    def event(self) -> Event:
+        self.events += 1
+        return Event(self)
+
+    def reach(self, *times: float) -> None:
+        """The device passes the next launched events at these times."""
+        for at in times:
+            self.launched.pop(0).at = at
+
+
+class Event:
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.at: float | None = None
+
+    def record(self) -> None:
+        self.at = None
+        self._stream.launched.append(self)
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.at is not None and later.at is not None, "read before the device was there"
+        return later.at - self.at
+
+
+def test_a_devices_time_is_read_only_when_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent: dict[str, float] = {}
+    monkeypatch.setattr(work_clock, "device_ns", spent)
+    stream = Stream()
+    clock = DeviceClock(stream.event)
+    stream.reach(100)
+    clock.mark(Mark.HANDOFF)  # warm-up: outside of a round
+    clock.begin()
+    clock.mark(Mark.HANDOFF)
+    clock.mark(Mark.FORWARD)
+    clock.end()
+    stream.reach(103, 105)  # it has begun the round, and not ended it
+    clock.begin()
+    assert spent == {"busy": 0, "idle": 0, "hop": 0, "handoff": 0}
+    clock.mark(Mark.HOP_WAIT)
+    clock.mark(Mark.HOP)
+    clock.end()
+    stream.reach(112, 112, 113, 117, 120)
+    clock.begin()
+    assert spent == {"busy": 7e6 + 1e6 + 3e6, "idle": 3e6, "hop": 4e6, "handoff": 2e6}
+    for _ in range(100):
+        clock.end()
+        stream.reach(120, 120)
+        clock.begin()
+    assert stream.events <= 12, "events are used again"
+    # What the board says of it.
+    counts = WorkClock()
+    counts.begin(Phase.FORWARD, 1)
+    counts.end(is_round=True)
+    assert (counts.counts.on_device, counts.counts.device_busy_ns, counts.counts.device_hop_wait_ns) == (1, 11e6, 4e6)
+
+
+def test_marks_reach_the_clock_whether_or_not_they_are_recorded() -> None:
+    passed: list[Any] = []
+
+    class Clock:
+        def begin(self) -> None:
+            passed.append("begin")
+
+        def mark(self, mark: Mark) -> None:
+            passed.append(mark)
+
+        def end(self) -> None:
+            passed.append("end")
+
+    recorder = Recorder(torch.device("cpu"))
+    recorder.clock = Clock()  # type: ignore[assignment]
+    for on in (False, True):
+        if on:
+            recorder.start()
+        recorder.begin(7, 1, 1)
+        recorder.mark(Mark.HOP)
+        recorder.end()
+    assert passed == ["begin", Mark.HOP, "end"] * 2
+    (recorded,) = recorder.stop()
+    assert [at is not None for at in recorded.marks] == [True, False, False, True, False, True]
 
 
 def _samples(collector: metrics.HandoffCollector) -> dict[str, Any]:
@@ -130,6 +230,32 @@ def test_the_collector_reads_the_boards_of_its_engine(tmp_path: Path, monkeypatc
     # Alive but not advancing.
     assert found["stalled"] == 1 and found["stalls_total"] == 1 and found["seconds_without_progress"] >= 20
     assert found["stage_rounds_total1"] == 3 and 1 <= found["stage_waiting_seconds_total0command"] < 60
+
+
+def test_a_gpus_stage_has_its_devices_times_and_counters_never_go_back() -> None:
+    collector = metrics.HandoffCollector("1", ranks=1, ranks_per_stage=1, labels={"model_name": "m", "engine": "0"})
+
+    def times(counts: WorkerCounts, now: int) -> dict[str, float]:
+        found = collector._worker_metrics([counts], now)
+        return {
+            sample.name.removeprefix("vllm_handoff_") + sample.labels.get("reason", ""): sample.value * 1e9
+            for metric in found
+            for sample in metric.samples
+        }
+
+    counts = WorkerCounts(
+        on_device=1, busy_ns=5, device_busy_ns=50, device_idle_ns=7, device_hop_wait_ns=3, device_handoff_wait_ns=2
+    )
+    counts.working, counts.since_ns = 0, 1000
+    found = times(counts, now=1020)
+    assert (found["stage_busy_seconds_total"], found["host_busy_seconds_total"]) == pytest.approx((50, 5))
+    waits = [found[f"stage_waiting_seconds_total{reason}"] for reason in ("command", "hop", "handoff")]
+    assert waits == pytest.approx([7 + 20, 3, 2])
+    # A round came, and the device says now that it was busy for half of that time.
+    counts.working, counts.since_ns, counts.device_idle_ns = 1, 1021, 17
+    assert times(counts, now=1030)["stage_waiting_seconds_totalcommand"] == pytest.approx(27)
+    counts.device_idle_ns = 40
+    assert times(counts, now=1040)["stage_waiting_seconds_totalcommand"] == pytest.approx(40)
 
 
 def test_another_executor_gets_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Make or mend .venv, the environment in which the project runs, is tested and demonstrated.
 #
-#   tools/setup_env.sh           vLLM on the CPU (works everywhere, needs about 3 GB of disk)
+#   tools/setup_env.sh           vLLM on the CPU (works everywhere)
 #   tools/setup_env.sh gpu       vLLM on NVIDIA GPUs
 #
 # Running it again is cheap: a finished environment made from the same inputs is
 # left alone, a half-made one is completed, and one whose Python is gone or that
 # was moved here from another folder is made anew. VENV names another folder.
+#
+# PyPI's torch for Linux brings CUDA's libraries along (6 GB in all, and never used on a CPU). Where pip also knows an
+# index with PyTorch's build for the CPU (PIP_EXTRA_INDEX_URL), that build is preferred, and 3 GB are enough.
 set -euo pipefail
 
 kind=${1:-cpu}

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_handoff.scheduler_ext.manifest import HEADER_SIZE, Manifest
-from vllm_handoff.worker.transfer import Peer, TransferError
+from vllm_handoff.worker.host_arrays import HostArrays
+from vllm_handoff.worker.transfer import MOST_UNDER_WAY, Link, TransferError
 
 # Generations that no request has: of a free slot, and of a row that nobody will read.
 _FREE = -1
@@ -51,15 +52,15 @@ def pack(
     """Pack a round's tokens into one int64 tensor of `manifest.payload_size` elements.
 
     Args:
-        header: int64 [4] on the device, the manifest's header.
+        header: int64 [4] that the device reads, the manifest's header.
         sampled_tokens: int64 [rows, at most manifest.width].
         num_sampled, num_rejected: integer [rows].
     """
     rows, columns = sampled_tokens.shape
     if columns < manifest.width:
         sampled_tokens = torch.nn.functional.pad(sampled_tokens, (0, manifest.width - columns))
-    parts = (header, num_sampled.long(), num_rejected.long(), sampled_tokens.reshape(-1))
-    payload = torch.cat(parts)
+    payload = torch.cat((header, num_sampled, num_rejected, sampled_tokens.reshape(-1)))
+    assert payload.dtype == torch.int64, f"round {manifest.round}: {payload.dtype} tokens"
     assert rows == len(manifest.rows) and payload.numel() == manifest.payload_size, (
         f"round {manifest.round}: {rows} rows x {columns} tokens do not fit its manifest"
     )
@@ -69,9 +70,16 @@ def pack(
 def unpack(manifest: Manifest, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a payload: sampled tokens [rows, width], numbers sampled [rows], numbers rejected [rows]."""
     rows = len(manifest.rows)
-    counts = payload[HEADER_SIZE : HEADER_SIZE + 2 * rows].view(2, rows)
-    tokens = payload[HEADER_SIZE + 2 * rows :].view(rows, manifest.width)
-    return tokens, counts[0], counts[1]
+    _, num_sampled, num_rejected, tokens = payload.split((HEADER_SIZE, rows, rows, rows * manifest.width))
+    return tokens.view(rows, manifest.width), num_sampled, num_rejected
+
+
+class _Arriving(NamedTuple):
+    """A header on its way to the host."""
+
+    manifest: Manifest
+    header: torch.Tensor  # int64 [4], pinned
+    event: torch.cuda.Event
 
 
 class HeaderCheck:
@@ -84,18 +92,25 @@ class HeaderCheck:
     def __init__(self, device: torch.device, stage: int) -> None:
         self._cuda = device.type == "cuda"
         self._stage = stage
-        self._arriving: deque[tuple[Manifest, torch.Tensor, Any]] = deque()
+        self._arriving: deque[_Arriving] = deque()
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        if self._cuda:
+            pinned = torch.empty(MOST_UNDER_WAY, HEADER_SIZE, dtype=torch.int64, pin_memory=True)
+            self._free = [(header, torch.cuda.Event()) for header in pinned]
 
     def expect(self, manifest: Manifest, payload: torch.Tensor) -> None:
         """Start the check of a payload that arrived for `manifest`."""
         if not self._cuda:
             self._compare(manifest, payload[:HEADER_SIZE])
             return
-        header = torch.empty(HEADER_SIZE, dtype=torch.int64, pin_memory=True)
+        if not self._free:
+            # The host is this many handoffs ahead of the device, more than a scheduler lets it be.
+            self._arriving[0].event.synchronize()
+            self.poll()
+        header, event = self._free.pop()
         header.copy_(payload[:HEADER_SIZE], non_blocking=True)
-        event = torch.cuda.Event()
         event.record()
-        self._arriving.append((manifest, header, event))
+        self._arriving.append(_Arriving(manifest, header, event))
 
     def poll(self) -> None:
         """Look at the headers that have reached the host.
@@ -103,9 +118,10 @@ class HeaderCheck:
         Raises:
             HandoffMismatchError: one is not what its manifest says.
         """
-        while self._arriving and self._arriving[0][2].query():
-            manifest, header, _ = self._arriving.popleft()
+        while self._arriving and self._arriving[0].event.query():
+            manifest, header, event = self._arriving.popleft()
             self._compare(manifest, header)
+            self._free.append((header, event))
 
     def _compare(self, manifest: Manifest, header: torch.Tensor) -> None:
         found = tuple(header.tolist())
@@ -121,18 +137,16 @@ class HeaderCheck:
 class HandoffSender:
     """The last stage's end: one packed payload to every receiving stage."""
 
-    def __init__(self, receivers: Iterable[Peer], device: torch.device) -> None:
+    def __init__(self, receivers: Iterable[Link], device: torch.device) -> None:
         self._receivers = tuple(receivers)
-        self._device = device
+        # A link lets no more sends than that be under way, so what comes round again has been read.
+        self._headers = HostArrays(HEADER_SIZE, MOST_UNDER_WAY + 2, device)
 
     def send(
         self, manifest: Manifest, sampled_tokens: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor
     ) -> None:
         """Send a round's tokens. Called for rounds whose manifest says so, and for no others."""
-        header = torch.tensor(manifest.header, dtype=torch.int64)
-        if self._device.type == "cuda":
-            header = header.pin_memory().to(self._device, non_blocking=True)
-        payload = pack(manifest, header, sampled_tokens, num_sampled, num_rejected)
+        payload = pack(manifest, self._headers.put(manifest.header), sampled_tokens, num_sampled, num_rejected)
         for peer in self._receivers:
             peer.send(payload, f"round {manifest.round}, handoff")
 
@@ -155,9 +169,11 @@ class HandoffReceiver:
         num_slots: request slots of this stage.
     """
 
-    def __init__(self, sender: Peer, device: torch.device, stage: int, num_slots: int) -> None:
+    def __init__(self, sender: Link, device: torch.device, stage: int, num_slots: int) -> None:
         self._sender = sender
         self._device = device
+        # The header check lets no more handoffs than that be ahead of the device, so what comes round again was read.
+        self._mappings = HostArrays(num_slots, MOST_UNDER_WAY + 2, device)
         self._generation = np.full(num_slots, _FREE, dtype=np.int64)
         self._under_way: deque[_Announced] = deque()
         self.header_check = HeaderCheck(device, stage)
@@ -180,15 +196,17 @@ class HandoffReceiver:
             TransferError: this stage holds another life of a request than the manifest names.
         """
         rows = manifest.rows
-        generations = np.fromiter((row.generation for row in rows), np.int64, len(rows))
-        if not np.array_equal(self._generation[slots], generations):
-            wrong = int(np.flatnonzero(self._generation[slots] != generations)[0])
+        generations = np.array([row.generation for row in rows], np.int64)
+        differ = self._generation[slots] != generations
+        if differ.any():
+            wrong = int(np.flatnonzero(differ)[0])
             raise TransferError(
                 f"round {manifest.round}: this stage holds generation {self._generation[slots[wrong]]} of "
                 f"{rows[wrong].req_id}, the manifest names {generations[wrong]}"
             )
-        if not all(row.feeds for row in rows):
-            generations[[not row.feeds for row in rows]] = _NOBODY
+        idle = [index for index, row in enumerate(rows) if not row.feeds]
+        if idle:
+            generations[idle] = _NOBODY
         # Copied: the batch's own array may be a buffer that a later round fills anew.
         self._under_way.append(_Announced(manifest, slots.astype(np.int64), generations))
 
@@ -209,15 +227,10 @@ class HandoffReceiver:
             self.header_check.expect(manifest, payload)
             alive = self._generation[slots] == generations
             if alive.any():
-                yield Sampled(self._to_device(np.where(alive, slots, -1)), *unpack(manifest, payload))
+                mapping = self._mappings.put(np.where(alive, slots, -1))
+                yield Sampled(mapping, *unpack(manifest, payload))
 
     def drain(self) -> None:
         """Receive and drop every handoff under way, so that the channel is empty."""
         for _ in self.take([announced.manifest.round for announced in self._under_way]):
             pass
-
-    def _to_device(self, slots: np.ndarray) -> torch.Tensor:
-        mapping = torch.from_numpy(slots)
-        if self._device.type == "cuda":
-            mapping = mapping.pin_memory().to(self._device, non_blocking=True)
-        return mapping

@@ -7,13 +7,13 @@ from the model), so after start-up nothing but the states themselves travels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from vllm_handoff.executor.board import Phase
 from vllm_handoff.worker import work_clock
-from vllm_handoff.worker.transfer import Peer, PendingReceive
+from vllm_handoff.worker.transfer import Handle, Link
 
 
 class Segment(NamedTuple):
@@ -68,36 +68,75 @@ class HopLayout:
         return {segment.key: buffer[:, segment.start : segment.stop] for segment in self.segments}
 
 
+class _Buffers:
+    """Buffers of one size, used in turns, and the views of them that the last rounds used."""
+
+    def __init__(self, layout: HopLayout, rows: int, count: int, device: torch.device) -> None:
+        self.rows = rows
+        self._layout = layout
+        self._buffers = [layout.new_buffer(rows, device) for _ in range(count)]
+        self._handles: list[Handle | None] = [None] * count
+        self._views: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = [
+            (buffer[:0], layout.views(buffer[:0])) for buffer in self._buffers
+        ]
+        self._index = 0
+
+    def next(self, num_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The first `num_tokens` rows of the next buffer, whole and by tensor, free to be overwritten."""
+        self._index = (self._index + 1) % len(self._buffers)
+        handle = self._handles[self._index]
+        if handle is not None:
+            # Orders the overwrite after the send; the stream waits, not the host, where there is a stream.
+            with work_clock.here().waiting(Phase.SEND):
+                handle.wait()
+        if self._views[self._index][0].shape[0] != num_tokens:
+            buffer = self._buffers[self._index][:num_tokens]
+            self._views[self._index] = (buffer, self._layout.views(buffer))
+        return self._views[self._index]
+
+    def sent(self, handle: Handle) -> None:
+        """What `next` gave is under way."""
+        self._handles[self._index] = handle
+
+
 class HopSender:
     """Sends a stage's hidden states from buffers of its own, so that the next forward need not wait for the peer.
 
     Args:
         max_tokens: rows of a buffer, the most that a round may have.
-        buffers: how many rounds may be on their way at once.
+        buffers: how many such rounds may be on their way at once.
+        few_tokens: most rows of a round that only decodes; more such rounds may be on their way.
+        small_buffers: how many of those.
     """
 
-    def __init__(self, peer: Peer, layout: HopLayout, max_tokens: int, device: torch.device, buffers: int) -> None:
+    def __init__(
+        self,
+        peer: Link,
+        layout: HopLayout,
+        max_tokens: int,
+        device: torch.device,
+        buffers: int,
+        few_tokens: int = 0,
+        small_buffers: int = 0,
+    ) -> None:
         self._peer = peer
-        self._layout = layout
-        self._buffers = [layout.new_buffer(max_tokens, device) for _ in range(buffers)]
-        self._handles: list[Any] = [None] * buffers
-        self._next = 0
+        self._keys = {segment.key for segment in layout.segments}
+        self._large = _Buffers(layout, max_tokens, buffers, device)
+        self._small = self._large
+        if 0 < few_tokens < max_tokens and small_buffers > buffers:
+            self._small = _Buffers(layout, few_tokens, small_buffers, device)
 
     def send(self, number: int, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> None:
         """Send the first `num_tokens` rows of each tensor as round `number`'s hop."""
-        assert tensors.keys() == {segment.key for segment in self._layout.segments}, (
-            f"round {number}: the model gave {sorted(tensors)}, the next stage expects "
-            f"{[segment.key for segment in self._layout.segments]}"
+        assert tensors.keys() == self._keys, (
+            f"round {number}: the model gave {sorted(tensors)}, the next stage expects {sorted(self._keys)}"
         )
-        index, self._next = self._next, (self._next + 1) % len(self._buffers)
-        if self._handles[index] is not None:
-            # Orders the overwrite after the send; the stream waits, not the host, where there is a stream.
-            with work_clock.here().waiting(Phase.SEND):
-                self._handles[index].wait()
-        buffer = self._buffers[index]
-        for key, view in self._layout.views(buffer).items():
-            view[:num_tokens].copy_(tensors[key][:num_tokens])
-        self._handles[index] = self._peer.send(buffer[:num_tokens], f"round {number}, hop")
+        buffers = self._small if num_tokens <= self._small.rows else self._large
+        buffer, views = buffers.next(num_tokens)
+        for key, view in views.items():
+            tensor = tensors[key]
+            view.copy_(tensor if tensor.shape[0] == num_tokens else tensor[:num_tokens])
+        buffers.sent(self._peer.send(buffer, f"round {number}, hop"))
 
 
 class HopReceiver:
@@ -107,12 +146,12 @@ class HopReceiver:
     stream, and that includes the copy out of the buffer by the round before.
     """
 
-    def __init__(self, peer: Peer, layout: HopLayout, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, peer: Link, layout: HopLayout, max_tokens: int, device: torch.device) -> None:
         self._peer = peer
         self._buffer = layout.new_buffer(max_tokens, device)
         self._views = layout.views(self._buffer)
 
-    def post(self, number: int, num_tokens: int) -> tuple[dict[str, torch.Tensor], PendingReceive]:
+    def post(self, number: int, num_tokens: int) -> tuple[dict[str, torch.Tensor], Handle]:
         """Post the receive of round `number`.
 
         Returns:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
+from vllm_handoff.worker.device_clock import DeviceClock
 from vllm_handoff.worker.device_progress import DeviceProgress
 from vllm_handoff.worker.recorder import Mark, Recorder
 from vllm_handoff.worker.timeline import Timeline
@@ -56,6 +58,11 @@ class HandoffWorkerMixin(_Base):
             self._links.drain()
         # From here on every round is the scheduler's.
         self._warm_up = None
+        # What start-up made lives as long as this process; looking at it again and again would hold up rounds.
+        gc.freeze()
+        if self.device.type == "cuda":
+            # Not before: graphs are captured in warm-up, and a capture takes no timing events.
+            self._recorder.clock = DeviceClock()
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -63,7 +70,7 @@ class HandoffWorkerMixin(_Base):
         if manifest is None:
             return super().execute_model(scheduler_output)
         self._timeline.begin(manifest.round)
-        self._recorder.begin(manifest.round, manifest.num_tokens, len(manifest.rows))
+        self._recorder.begin(manifest.round, manifest.num_tokens, len(manifest.rows), scheduler_output)
         self._round = manifest.round if self._warm_up is None else None
         self.model_runner.begin_round(manifest)
         if self._links is not None:

@@ -1,16 +1,20 @@
 """Records what this rank's device did in each round, from events on its stream.
 
-Off, it costs one comparison a mark. On, a round records six events: no
-transfer, no wait. Times are read out when the recording stops.
+Off, it costs two comparisons a mark. On, a round records six events: no
+transfer, no wait. Times are read out when the recording stops. Marks also
+reach the clock behind the metrics, where there is one (device_clock.py).
 """
 
 from __future__ import annotations
 
 import time
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm_handoff.worker.device_clock import DeviceClock
 
 
 class Mark(IntEnum):
@@ -24,6 +28,14 @@ class Mark(IntEnum):
     END = 5  # sampled (last stage) or told (others)
 
 
+class RecordedWork(NamedTuple):
+    """What a round had to compute beside its number of tokens."""
+
+    decodes: int = 0  # requests with one token, which attend to `context` tokens in all
+    context: int = 0
+    prompt_context: int = 0  # tokens that the others' tokens attend to, summed over these tokens
+
+
 class RecordedRound(NamedTuple):
     """One round of one rank. Times in seconds of the machine's monotonic clock, by Mark; None for marks it lacks."""
 
@@ -32,6 +44,23 @@ class RecordedRound(NamedTuple):
     rows: int  # of its handoff, 0 without one
     marks: list[float | None]
     host: tuple[float, float]  # the host began and ended launching the round
+    work: RecordedWork
+
+
+def work_of(scheduler_output: Any) -> RecordedWork:
+    """The work in a SchedulerOutput."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    decodes = context = prompt_context = 0
+    for req_id, count in scheduled.items():
+        if count == 1:
+            decodes += 1
+            context += before[req_id] + 1
+        else:
+            prompt_context += count * (before[req_id] + count // 2)
+    return RecordedWork(decodes, context, prompt_context)
 
 
 class _HostEvent:
@@ -55,9 +84,10 @@ class Recorder:
     def __init__(self, device: torch.device, capacity: int = 20000) -> None:
         self._device = device
         self._capacity = capacity
-        self._rounds: list[tuple[int, int, int, list[Any], list[float]]] = []
+        self._rounds: list[tuple[int, int, int, list[Any], list[float], RecordedWork]] = []
         self._base: tuple[Any, float] | None = None
         self.on = False
+        self.clock: DeviceClock | None = None
 
     def start(self) -> None:
         """Forget what was recorded, and record from the next round on."""
@@ -70,27 +100,32 @@ class Recorder:
         self._settle()
         self.on = True
 
-    def begin(self, number: int, num_tokens: int, rows: int) -> None:
-        """A round starts here."""
+    def begin(self, number: int, num_tokens: int, rows: int, scheduler_output: Any = None) -> None:
+        """A round starts here; of its SchedulerOutput the work is noted, if one is given."""
+        if self.clock is not None:
+            self.clock.begin()
         if not self.on:
             return
         if len(self._rounds) >= self._capacity:
             self.on = False
             return
-        self._rounds.append((number, num_tokens, rows, [None] * len(Mark), [time.monotonic(), 0.0]))
-        self.mark(Mark.BEGIN)
+        begin = time.monotonic()
+        work = RecordedWork() if scheduler_output is None else work_of(scheduler_output)
+        self._rounds.append((number, num_tokens, rows, [None] * len(Mark), [begin, 0.0], work))
+        self._record(Mark.BEGIN)
 
     def mark(self, mark: Mark) -> None:
         """The stream passes `mark` once it has done what was launched so far."""
-        if self.on and self._rounds:
-            event = self._event()
-            event.record()
-            self._rounds[-1][3][mark] = event
+        if self.clock is not None:
+            self.clock.mark(mark)
+        self._record(mark)
 
     def end(self) -> None:
         """The host has launched the round."""
+        if self.clock is not None:
+            self.clock.end()
         if self.on and self._rounds:
-            self.mark(Mark.END)
+            self._record(Mark.END)
             self._rounds[-1][4][1] = time.monotonic()
 
     def stop(self) -> list[RecordedRound]:
@@ -101,11 +136,17 @@ class Recorder:
         self._settle()
         base, zero = self._base
         found = []
-        for number, num_tokens, rows, events, host in self._rounds:
+        for number, num_tokens, rows, events, host, work in self._rounds:
             marks = [None if event is None else self._seconds(base, zero, event) for event in events]
-            found.append(RecordedRound(number, num_tokens, rows, marks, (host[0], host[1])))
+            found.append(RecordedRound(number, num_tokens, rows, marks, (host[0], host[1]), work))
         self._rounds = []
         return found
+
+    def _record(self, mark: Mark) -> None:
+        if self.on and self._rounds:
+            event = self._event()
+            event.record()
+            self._rounds[-1][3][mark] = event
 
     def _event(self) -> Any:
         return torch.cuda.Event(enable_timing=True) if self._device.type == "cuda" else _HostEvent()

@@ -115,6 +115,10 @@ class ManifestRunnerMixin(_Base):
         self.recorder.mark(Mark.HANDOFF)
 
     def add_requests(self, scheduler_output: Any) -> None:
+        if not scheduler_output.scheduled_new_reqs:
+            # vLLM 0.32 brings all of the sampler's per-request options to the device in every
+            # round, a dozen copies, although they change only when a request is added.
+            return
         super().add_requests(scheduler_output)
         if self.pp_handler is not None and self.pp_handler.receiver is not None:
             assert self.pp_handler.manifest is not None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
 from vllm_handoff.scheduler_ext.manifest import Manifest
+from vllm_handoff.scheduler_ext.settings import HandoffSettings
 from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
 from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
 from vllm_handoff.worker.recorder import Mark, Recorder
-from vllm_handoff.worker.transfer import Peer, PendingReceive, warm_up
+from vllm_handoff.worker.transfer import Handle, Link, Peer, warm_up
 
 logger = init_logger(__name__)
 
@@ -28,25 +28,22 @@ class StageLinks:
     def __init__(self, vllm_config: Any, runner: Any, device: torch.device, recorder: Recorder) -> None:
         pp = get_pp_group()
         self._stage = stage = pp.rank_in_group
-        stages, ranks = pp.world_size, pp.ranks
+        stages = pp.world_size
         self._manifest: Manifest | None = None
         self._recorder = recorder
         self._handler = runner.pp_handler
 
-        # Two communicators, so that a handoff never queues behind a hop.
-        hop_group = pp.make_sibling_device_group("handoff_hop")
-        handoff_group = pp.make_sibling_device_group("handoff_tokens")
         # Only the first stage embeds tokens; those between never look at them.
         receivers = (0,)
-        warm_up(hop_group, [(ranks[s], ranks[s + 1]) for s in range(stages - 1)], device)
-        warm_up(handoff_group, [(ranks[-1], ranks[s]) for s in receivers], device)
+        hops = [(s, s + 1) for s in range(stages - 1)]
+        handoffs = [(stages - 1, s) for s in receivers]
+        links = _connect(pp, hops, handoffs, device, vllm_config)
 
         if pp.is_last_rank:
-            peers = [Peer(handoff_group, ranks[s], s, "handoff") for s in receivers]
-            self._handler.sender = HandoffSender(peers, device)
+            self._handler.sender = HandoffSender([links["handoff", stage, s] for s in receivers], device)
         elif stage in receivers:
-            sender = Peer(handoff_group, ranks[-1], stages - 1, "handoff")
-            self._handler.receiver = HandoffReceiver(sender, device, stage, runner.max_num_reqs)
+            link = links["handoff", stages - 1, stage]
+            self._handler.receiver = HandoffReceiver(link, device, stage, runner.max_num_reqs)
 
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         example = runner.model.make_empty_intermediate_tensors(
@@ -56,16 +53,18 @@ class StageLinks:
         self._hop_sender: HopSender | None = None
         self._hop_receiver: HopReceiver | None = None
         if not pp.is_last_rank:
-            peer = Peer(hop_group, ranks[stage + 1], stage + 1)
-            self._hop_sender = HopSender(peer, layout, max_tokens, device, buffers=stages)
+            depth = HandoffSettings.of(vllm_config).rounds_in_flight(stages)
+            self._hop_sender = HopSender(
+                links["hop", stage, stage + 1], layout, max_tokens, device, buffers=stages,
+                few_tokens=runner.max_num_reqs * runner.decode_query_len, small_buffers=depth,
+            )  # fmt: skip
         if not pp.is_first_rank:
-            peer = Peer(hop_group, ranks[stage - 1], stage - 1)
-            self._hop_receiver = HopReceiver(peer, layout, max_tokens, device)
+            self._hop_receiver = HopReceiver(links["hop", stage - 1, stage], layout, max_tokens, device)
         self._take_over(pp)
         logger.info(
-            "Stage %d of %d: hop rows of %d x %s over %s, handoff received by stages %s",
-            stage, stages, layout.width, str(layout.dtype).removeprefix("torch."),
-            dist.get_backend(hop_group), list(receivers),
+            "Stage %d of %d: hop rows of %d x %s, handoff received by stages %s, links by %s",
+            stage, stages, layout.width, str(layout.dtype).removeprefix("torch."), list(receivers),
+            next(iter(links.values())).description if links else "nothing",
         )  # fmt: skip
 
     def begin_round(self, manifest: Manifest) -> None:
@@ -101,10 +100,32 @@ class StageLinks:
         return tensors, [_Marked(pending, self._recorder)], []
 
 
+def _connect(
+    pp: Any, hops: list[tuple[int, int]], handoffs: list[tuple[int, int]], device: torch.device, vllm_config: Any
+) -> dict[tuple[str, int, int], Link]:
+    """This rank's links by (name, sender, receiver); pairs are (sender, receiver) stages. Collective."""
+    if device.type == "cuda" and torch.version.cuda is not None:
+        from vllm_handoff.worker import nccl_peer
+
+        meet = HandoffSettings.of(vllm_config).rendezvous
+        return nccl_peer.connect({"hop": hops, "handoff": handoffs}, pp.cpu_group, device, meet)
+    links: dict[tuple[str, int, int], Link] = {}
+    # Two groups, so that a handoff never queues behind a hop.
+    name: Literal["hop", "handoff"]
+    for name, pairs in (("hop", hops), ("handoff", handoffs)):
+        group = pp.make_sibling_device_group(f"handoff_{name}")
+        warm_up(group, [(pp.ranks[sender], pp.ranks[receiver]) for sender, receiver in pairs], device)
+        for sender, receiver in pairs:
+            if pp.rank_in_group in (sender, receiver):
+                other = receiver if pp.rank_in_group == sender else sender
+                links[name, sender, receiver] = Peer(group, pp.ranks[other], other, name)
+    return links
+
+
 class _Marked:
     """A posted hop whose wait is seen by the recorder."""
 
-    def __init__(self, pending: PendingReceive, recorder: Recorder) -> None:
+    def __init__(self, pending: Handle, recorder: Recorder) -> None:
         self._pending = pending
         self._recorder = recorder
 

@@ -1,16 +1,15 @@
-"""Point-to-point transfers between stages, the same code over NCCL and gloo.
+"""Point-to-point transfers between stages: what a link is, and links over PyTorch's process groups.
 
-`torch.distributed` gives both the same interface with different meanings of
-`wait`: with NCCL the current stream waits and the host goes on; with gloo the
-host waits, there being no stream. A transfer starts after the work already
-queued on the current stream, so a receive posted at its point of use occupies
-nothing before.
+On a CPU the groups are gloo's, and the host waits, there being no stream. On
+NVIDIA GPUs links go to NCCL directly (nccl_peer.py), and streams wait. A
+transfer starts after the work already queued on the current stream, so a
+receive waited for at its point of use occupies nothing before.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,13 +19,49 @@ from vllm_handoff.worker import work_clock
 
 _WAITS = {"hop": Phase.HOP, "handoff": Phase.HANDOFF}
 
+# Sends of one link that may be under way at once. A receiver takes what was sent
+# within a few rounds, as manifests demand, so this bound is never felt; it keeps
+# handles and memory from piling up.
+MOST_UNDER_WAY = 16
+
 
 class TransferError(RuntimeError):
     """A transfer between stages failed or did not match its manifest."""
 
 
+class Handle(Protocol):
+    """A transfer that has been asked for."""
+
+    def wait(self) -> None:
+        """Order what follows after the transfer: on the current stream where there is one, else on the host."""
+
+
+class Link(Protocol):
+    """One end of a link between two stages, which carries transfers in one direction, in order."""
+
+    @property
+    def description(self) -> str:
+        """What carries the transfers, for the log."""
+
+    def send(self, tensor: torch.Tensor, what: str) -> Handle:
+        """Start sending a contiguous tensor, after the work already queued on the current stream.
+
+        The tensor is kept alive; who wants to overwrite its memory waits for the handle.
+
+        Raises:
+            TransferError: naming `what`.
+        """
+
+    def post_receive(self, tensor: torch.Tensor, what: str) -> Handle:
+        """A receive into a contiguous tensor; nothing may read it before the handle's `wait`.
+
+        Raises:
+            TransferError: naming `what`, here or in the handle's `wait`.
+        """
+
+
 class Peer:
-    """The other end of a link: a rank of a process group that belongs to this link alone.
+    """A link's other end as a rank of a process group that belongs to this link alone.
 
     Args:
         group: process group used for nothing else, so that operations on it
@@ -36,11 +71,6 @@ class Peer:
         link: what the link is for, to tell waiting times apart.
     """
 
-    # gloo's handles learn of completion only in wait(). A receiver takes what was
-    # sent within a few rounds, as manifests demand, so waiting for the send this
-    # many back costs nothing; the bound keeps handles from piling up.
-    MOST_UNDER_WAY = 16
-
     def __init__(
         self, group: dist.ProcessGroup, rank: int, stage: int, link: Literal["hop", "handoff"] = "hop"
     ) -> None:
@@ -49,17 +79,22 @@ class Peer:
         self.stage = stage
         self.link = link
         # A tensor must outlive its send: kept with the handle until the transfer is over.
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sending: deque[tuple[_Send, torch.Tensor]] = deque()
 
-    def send(self, tensor: torch.Tensor, what: str) -> Any:
+    @property
+    def description(self) -> str:
+        return str(dist.get_backend(self.group))
+
+    def send(self, tensor: torch.Tensor, what: str) -> _Send:
         """Start sending a contiguous tensor; the returned handle's `wait` orders reuse of its memory."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        if len(self._sending) >= self.MOST_UNDER_WAY:
+        if len(self._sending) >= MOST_UNDER_WAY:
+            # gloo's handles learn of completion only in wait().
             with work_clock.here().waiting(Phase.SEND):
                 self._sending.popleft()[0].wait()
         try:
-            handle = dist.isend(tensor, dst=self.rank, group=self.group)
+            handle = _Send(dist.isend(tensor, dst=self.rank, group=self.group))
         except RuntimeError as error:
             raise TransferError(f"{what}: sending to stage {self.stage} failed: {error}") from error
         self._sending.append((handle, tensor))
@@ -72,6 +107,23 @@ class Peer:
         except RuntimeError as error:
             raise TransferError(f"{what}: receiving from stage {self.stage} failed: {error}") from error
         return PendingReceive(handle, what, self)
+
+
+class _Send:
+    """A send under way."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._waited = False
+
+    def wait(self) -> None:
+        # gloo counts completions: a second wait for the same send would take another's, or never end.
+        if not self._waited:
+            self._work.wait()
+            self._waited = True
+
+    def is_completed(self) -> bool:
+        return self._waited or bool(self._work.is_completed())
 
 
 class PendingReceive:

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 
 from vllm_handoff.executor.board import Phase, WorkerCounts
 
+# How this process's device has spent its time, in ns: empty on a CPU, whose host is the device (device_clock.py).
+device_ns: dict[str, float] = {}
+
 
 class WorkClock:
     """Told by the command loop when commands come and end, and by transfers when they make the host wait.
@@ -50,6 +53,12 @@ class WorkClock:
             waits = counts.hop_wait_ns + counts.handoff_wait_ns
             counts.busy_ns += now - counts.since_ns - (waits - self._waits_before)
             self._waits_before = waits
+            if device_ns:
+                counts.on_device = 1
+                counts.device_busy_ns = int(device_ns["busy"])
+                counts.device_idle_ns = int(device_ns["idle"])
+                counts.device_hop_wait_ns = int(device_ns["hop"])
+                counts.device_handoff_wait_ns = int(device_ns["handoff"])
             self._switch(False, Phase.COMMAND, now)
 
     def _switch(self, working: bool, phase: Phase, now: int) -> None:

@@ -21,6 +21,9 @@ say() { printf 'systemd: %s\n' "$*"; }
 fail() { printf 'systemd: %s\n' "$*" >&2; exit 1; }
 need_root() { [ -n "$root" ] || [ "$(id -u)" = 0 ] || fail "this needs root: sudo $0 ${1:-}"; }
 
+# Where an image is made, no systemd runs yet.
+reload() { if [ -z "$root" ] && [ -d /run/systemd/system ]; then systemctl daemon-reload; fi; }
+
 systemd_version() { { systemd-analyze --version 2>/dev/null || echo systemd 0; } | sed -n '1s/^systemd \([0-9]*\).*/\1/p'; }
 
 install_unit() {
@@ -41,7 +44,7 @@ install_unit() {
     else
         install -m 0600 "$here/server.env" "$settings/server.env"
     fi
-    if [ -z "$root" ]; then systemctl daemon-reload; fi
+    reload
     say "installed. Set MODEL in $settings/server.env, then: systemctl enable --now vllm-handoff"
 }
 
@@ -50,7 +53,7 @@ uninstall_unit() {
     if [ -z "$root" ]; then systemctl disable --now vllm-handoff || true; fi
     rm -f "$unit" "$dropins/backoff.conf"
     rmdir "$dropins" 2>/dev/null || true
-    if [ -z "$root" ]; then systemctl daemon-reload; fi
+    reload
     say "removed. Left: $settings, $root/var/lib/vllm-handoff, the user vllm-handoff"
 }
 

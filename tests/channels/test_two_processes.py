@@ -17,7 +17,7 @@ from vllm_handoff.scheduler_ext.manifest import HEADER_MAGIC, Manifest, Row
 from vllm_handoff.worker.handoff import HandoffMismatchError, HandoffReceiver, HandoffSender
 from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
 from vllm_handoff.worker.shared_gloo import share_gloo_device
-from vllm_handoff.worker.transfer import Peer, TransferError, warm_up
+from vllm_handoff.worker.transfer import MOST_UNDER_WAY, Peer, TransferError, warm_up
 
 CPU = torch.device("cpu")
 KEEP: list[Any] = []  # gloo cancels a send whose handle goes away, so senders live as long as their process
@@ -213,7 +213,26 @@ def _many_role(rank: int, group: dist.ProcessGroup) -> Any:
 
 @pytest.mark.timeout(120)
 def test_finished_sends_are_let_go(tmp_path: Path) -> None:
-    assert run_pair(tmp_path, _many_role)[1] <= Peer.MOST_UNDER_WAY
+    assert run_pair(tmp_path, _many_role)[1] <= MOST_UNDER_WAY
+
+
+def _twice_role(rank: int, group: dist.ProcessGroup) -> Any:
+    peer = Peer(group, 1 - rank, 1 - rank)
+    for number in range(3):
+        tensor = torch.full((2,), number)
+        if rank == 1:
+            peer.post_receive(tensor, "twice").wait()
+            continue
+        handle = peer.send(tensor, "twice")
+        handle.wait()
+        handle.wait()
+        KEEP.append(peer)
+    return rank
+
+
+@pytest.mark.timeout(120)
+def test_a_send_may_be_waited_for_twice(tmp_path: Path) -> None:
+    assert run_pair(tmp_path, _twice_role) == [0, 1]
 
 
 def test_needing_a_round_that_is_not_next_is_an_error() -> None:
