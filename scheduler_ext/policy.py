@@ -42,6 +42,11 @@ class StageTime(NamedTuple):
         """Seconds for a round of `rows`."""
         return self.base + self.per_row * rows
 
+    @property
+    def weight_rows(self) -> float | None:
+        """Rows that take as long as reading the weights, None if rows were found to cost nothing."""
+        return self.base / self.per_row if self.per_row > 0 else None
+
     def split_from(self, parts: int) -> int | None:
         """The smallest number of rows whose split into `parts` rounds is worthwhile, None if no number is.
 

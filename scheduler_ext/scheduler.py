@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from vllm_handoff.scheduler_ext.ledger import HandoffLedger, ScheduledRow, batch_order
 from vllm_handoff.scheduler_ext.manifest import attach, manifest_of
 from vllm_handoff.scheduler_ext.policy import EvenRounds
+from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
 from vllm_handoff.scheduler_ext.settings import HandoffSettings
 from vllm_handoff.scheduler_ext.stage_time import stage_time_of
 
@@ -140,8 +141,11 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
     requests over rounds: EvenRounds decides from how many on and how many
     share one; below that all come to share every round. It is overruled
     whenever obeying it would leave a round empty, since a token that is still being
-    sampled arrives by handoff and is waited for on the device.
+    sampled arrives by handoff and is waited for on the device. How many prompt
+    tokens a round takes is PrefillChunks' business.
     """
+
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -152,6 +156,11 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         else:
             split_from = measured.split_from(self._stages) if measured is not None else None
         self.rounds_policy = EvenRounds(self._stages, split_from)
+        self.chunks: PrefillChunks | None = None
+        if settings.prefill_chunks == "auto" and self._stages > 1 and self.scheduler_config.enable_chunked_prefill:
+            self.chunks = PrefillChunks(
+                self._stages, self.max_num_scheduled_tokens, measured.weight_rows if measured is not None else None
+            )
         if self._stages > 1:
             logger.info(
                 "Decoding requests are spread over %d rounds from %s on (%s).",
@@ -161,8 +170,37 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
                 if measured is not None
                 else "no stage time measured",
             )
+            logger.info(
+                "A round takes up to %d prompt tokens%s.",
+                self.max_num_scheduled_tokens,
+                f", fewer while fewer than {self.chunks.enough} wait" if self.chunks is not None else "",
+            )
 
     def _plan(self, throttle_prefills: bool) -> SchedulerOutput:
+        budget, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, self._round_budget()
+        try:
+            return self._plan_within_budget(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = budget
+
+    def _round_budget(self) -> int:
+        """Most tokens of the next round."""
+        if self.chunks is None:
+            return self.max_num_scheduled_tokens
+        decodes = waiting = 0
+        for request in self.running:
+            if request.is_prefill_chunk:
+                waiting += request.num_tokens - request.num_computed_tokens
+            else:
+                decodes += 1
+        admissible = max(0, self.max_num_active_reqs - len(self.running))
+        for request in itertools.islice(self.waiting, admissible):
+            if waiting >= self.chunks.enough:
+                break
+            waiting += request.num_tokens - request.num_computed_tokens
+        return min(self.max_num_scheduled_tokens, decodes + self.chunks.size(waiting))
+
+    def _plan_within_budget(self, throttle_prefills: bool) -> SchedulerOutput:
         self._hold_back()
         output = super()._plan(throttle_prefills)
         if not output.total_num_scheduled_tokens and not self._workers_must_see(output) and self._release_held_back():

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 # More rounds in flight only make buffers and waste after stop tokens larger.
 MOST_ROUNDS_PER_STAGE = 4
+# Rounds in flight beyond one for each stage, unless the user says otherwise.
+ROUNDS_AHEAD = 2
 
 
 class SettingsError(ValueError):
@@ -19,11 +21,13 @@ class HandoffSettings:
 
     Attributes:
         depth: rounds in flight before the engine waits for an output; None for
-            the default, two a stage. Asynchronous scheduling alone uses it.
+            the default, two more than there are stages. Asynchronous scheduling alone uses it.
         split_rows: decoding requests from which they are spread evenly over
             rounds; "auto" decides by measured stage times, 0 never spreads.
         layer_split: "auto" gives the stages as many layers as `vllm-handoff plan`
             advises, unless VLLM_PP_LAYER_PARTITION is set; "even" leaves it to vLLM.
+        prefill_chunks: "auto" gives a round no more prompt tokens than pays while few wait,
+            "budget" as many as fit its token budget, as vLLM does.
         rendezvous: on GPUs, a transfer between stages starts once both ends have come
             to it, so that no kernel waits for a peer; false: NCCL's kernels wait.
         stall_seconds: rounds in flight without progress of any stage for so long
@@ -33,6 +37,7 @@ class HandoffSettings:
     depth: int | None = None
     split_rows: int | Literal["auto"] = "auto"
     layer_split: Literal["even", "auto"] = "even"
+    prefill_chunks: Literal["auto", "budget"] = "auto"
     rendezvous: bool = True
     # Well above what a round takes that makes no progress a stage could show, such as one kernel that runs for
     # long, and below vLLM's limit of 300 s a round.
@@ -61,10 +66,11 @@ class HandoffSettings:
 
     def rounds_in_flight(self, stages: int) -> int:
         """The depth, with its default worked out."""
-        # Two rounds a stage: when an output is collected, each of the requests it
-        # belongs to has another round queued, so planning and launching the round
-        # after that is hidden behind a whole trip through the pipeline.
-        return 2 * stages if self.depth is None else self.depth
+        # As many rounds as there are stages are being computed. Two more cover the time in
+        # which an output is collected and the round after it planned, sent and launched
+        # (measured at two stages: one is too few); any further one would only stand
+        # before a prompt that arrives.
+        return stages + ROUNDS_AHEAD if self.depth is None else self.depth
 
     def _check(self, stages: int) -> None:
         most = MOST_ROUNDS_PER_STAGE * stages
@@ -77,6 +83,8 @@ class HandoffSettings:
             raise SettingsError(f'handoff split_rows {self.split_rows!r} must be "auto" or a number of requests from 0')
         if self.layer_split not in ("even", "auto"):
             raise SettingsError(f'handoff layer_split {self.layer_split!r} must be "even" or "auto"')
+        if self.prefill_chunks not in ("auto", "budget"):
+            raise SettingsError(f'handoff prefill_chunks {self.prefill_chunks!r} must be "auto" or "budget"')
         if not isinstance(self.rendezvous, bool):
             raise SettingsError(f"handoff rendezvous {self.rendezvous!r} must be true or false")
         stall = self.stall_seconds

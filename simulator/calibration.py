@@ -19,6 +19,8 @@ from typing import Any
 
 from vllm_handoff.scheduler_ext.model_shape import ModelShape
 from vllm_handoff.scheduler_ext.policy import StageTime
+from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
+from vllm_handoff.scheduler_ext.settings import ROUNDS_AHEAD
 from vllm_handoff.scheduler_ext.stage_cost import Device, RoundWork, StageCost, stage_costs
 from vllm_handoff.simulator.pipeline import HostTimes, Run, SimulatedPipeline, Stage
 from vllm_handoff.simulator.requests import Arrivals, burst
@@ -206,7 +208,9 @@ def even_pipeline(engine: str, stages: int, calibration: Calibration, requests: 
     if engine == "mp":
         scheduler, depth = SimulatedScheduler(stages, limits), stages + 1
     else:
-        scheduler, depth = EvenScheduler(stages, limits, split_from(costs)), 2 * stages
+        slowest = max(costs, key=lambda cost: cost.base)
+        chunks = PrefillChunks(stages, limits.tokens, slowest.base / slowest.per_prompt_token)
+        scheduler, depth = EvenScheduler(stages, limits, split_from(costs), chunks=chunks), stages + ROUNDS_AHEAD
     pipeline_stages = [Stage(cost, each) for cost in costs]
     return SimulatedPipeline(scheduler, pipeline_stages, calibration.constants.host, depth)
 

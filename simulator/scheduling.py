@@ -7,12 +7,14 @@ differ in when a decoding request may be in a round again.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from vllm_handoff.scheduler_ext.policy import EvenRounds
+from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
 from vllm_handoff.scheduler_ext.stage_cost import RoundWork
 from vllm_handoff.simulator.requests import SimulatedRequest
 
@@ -240,14 +242,39 @@ class EvenScheduler(SimulatedScheduler):
         limits: of a round and of the engine.
         split_from: live decoding requests from which rounds are split; None: never.
         gather: below that number, all decoding requests come to share every round.
+        chunks: sizes prefill chunks; None: the token budget alone does.
     """
 
-    def __init__(self, stages: int, limits: Limits, split_from: int | None, gather: bool = True) -> None:
+    def __init__(
+        self,
+        stages: int,
+        limits: Limits,
+        split_from: int | None,
+        gather: bool = True,
+        chunks: PrefillChunks | None = None,
+    ) -> None:
         super().__init__(stages, limits)
         self.policy = EvenRounds(stages, split_from)
         self.gather = gather
+        self.chunks = chunks
 
     def _plan(self) -> list[Row]:
+        whole, self.limits = self.limits, replace(self.limits, tokens=self._round_budget())
+        try:
+            return self._plan_within_budget()
+        finally:
+            self.limits = whole
+
+    def _round_budget(self) -> int:
+        if self.chunks is None:
+            return self.limits.tokens
+        prefill = [request for request in self.running.values() if not request.decodes]
+        admissible = max(0, self.limits.requests - len(self.running))
+        prompts = itertools.chain(prefill, itertools.islice(self.waiting, admissible))
+        waiting = sum(request.prefill - request.computed for request in prompts)
+        return min(self.limits.tokens, len(self.running) - len(prefill) + self.chunks.size(waiting))
+
+    def _plan_within_budget(self) -> list[Row]:
         self._spread()
         rows = super()._plan()
         if not rows and self._release():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import json
 import re
 import subprocess
@@ -16,9 +17,11 @@ import yaml
 
 import check_dashboard
 import licences
+import run_dockerfiles
 from vllm_handoff.executor import board, metrics, serve
 from vllm_handoff.executor.board import Board, WorkerCounts
 from vllm_handoff.executor.stats import RoundStats
+from vllm_handoff.scheduler_ext.settings import HandoffSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -61,6 +64,12 @@ def test_the_documentation_lists_the_metrics_that_are_served(served: set[str]) -
     assert names <= documented
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/settings.md"])
+def test_every_setting_is_documented(page: str) -> None:
+    documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / page).read_text(), re.MULTILINE))
+    assert {field.name for field in dataclasses.fields(HandoffSettings)} <= documented
+
+
 @pytest.mark.parametrize(
     "answer, problem",
     [
@@ -87,6 +96,23 @@ def test_services_wait_longer_than_vllm_drains() -> None:
     assert serve._DRAIN_S < 120 and compose["services"]["vllm"]["restart"] == "on-failure"
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_images_run_as_nobody_special_and_check_their_health_by_a_token(name: str) -> None:
+    found = run_dockerfiles.instructions((DEPLOY / "docker" / name).read_text())
+    last = dict(found[max(n for n, (word, _) in enumerate(found) if word == "FROM") :])
+    assert last["USER"] not in ("0", "root", "0:0") and '"vllm-handoff", "check"' in last["HEALTHCHECK"]
+    assert sum(word == "FROM" for word, _ in found) == 2
+    # Comments and continued lines are taken out.
+    assert not any(word.startswith("#") or "\\" in rest for word, rest in found)
+
+
+def test_the_compose_file_asks_for_gpus_and_room() -> None:
+    service = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]["vllm"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 2, "capabilities": ["gpu"]}
+    assert service["shm_size"] == "2gb" and {"memlock", "nofile"} <= set(service["ulimits"])
+
+
 def test_installing_keeps_settings_and_uninstalling_takes_the_unit_away(tmp_path: Path) -> None:
     def run(command: str) -> None:
         env = {"DESTDIR": str(tmp_path), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
@@ -106,6 +132,17 @@ def test_every_dependency_has_a_licence() -> None:
     dists = licences.closure(["cpu"])
     assert {"msgspec", "pyzmq", "torch"} <= {dist.name for dist in dists}
     assert licences.table(dists)[1] == []
+    # On the page too. A torch from PyPI brings CUDA's libraries along; those are not in the exact versions.
+    exact = {licences._normal(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    page = (ROOT / "docs" / "licences.md").read_text()
+    missing = [
+        d.name for d in dists if licences._normal(d.name) in exact and f"| {d.name} | {_public(d.version)}" not in page
+    ]
+    assert not missing, f"python tools/licences.py --page >docs/licences.md; missing: {missing}"
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
 
 
 @pytest.mark.parametrize(

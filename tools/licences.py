@@ -3,6 +3,7 @@
 examples:
   python tools/licences.py                    what the package itself asks for, and what that asks for
   python tools/licences.py --extra cpu        with everything that vLLM needs on a CPU
+  python tools/licences.py --page             both, as the page docs/licences.md
 """
 
 from __future__ import annotations
@@ -87,10 +88,38 @@ def table(dists: Iterable[Distribution]) -> tuple[str, list[str]]:
     return "\n".join(["| package | version | licence |", "|---|---|---|", *rows]) + "\n", unknown
 
 
+_PAGE = """\
+# Licences
+
+vllm-handoff is under [Apache-2.0](../LICENSE). Neither its wheel nor its sdist contains any of what follows; pip
+installs it. Names, versions and licences are those of the packages' own metadata, by `python tools/licences.py --page`.
+
+## What vllm-handoff asks for
+
+{own}
+It runs inside vLLM (Apache-2.0), which brings its own.
+
+## What vLLM 0.32 needs on a CPU
+
+With the exact versions of [constraints.txt](../constraints.txt), in which everything is tested; what vLLM needs on
+GPUs, NVIDIA's libraries among it, is in vLLM's own list.
+
+{cpu}"""
+
+
+def page() -> tuple[str, list[str]]:
+    """docs/licences.md, and the names of those whose licence is unknown."""
+    own, unknown_own = table(closure([]))
+    cpu, unknown_cpu = table(closure(["cpu"]))
+    return _PAGE.format(own=own, cpu=cpu), unknown_own + unknown_cpu
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extra", action="append", default=[], help="with the needs of this extra, such as cpu")
-    text, unknown = table(closure(parser.parse_args().extra))
+    parser.add_argument("--page", action="store_true", help="print docs/licences.md")
+    args = parser.parse_args()
+    text, unknown = page() if args.page else table(closure(args.extra))
     print(text, end="")
     if unknown:
         print(f"error: no licence is known of {', '.join(unknown)}", file=sys.stderr)

@@ -101,7 +101,7 @@ def _config(settings: Any, stages: int = 2) -> Any:
 
 def test_settings_have_defaults() -> None:
     settings = HandoffSettings.of(SimpleNamespace(additional_config={}, parallel_config=_config({}).parallel_config))
-    assert settings.rounds_in_flight(2) == 4
+    assert [settings.rounds_in_flight(stages) for stages in (2, 4, 8)] == [4, 6, 10]
     assert HandoffSettings.of(_config({"depth": 3})).rounds_in_flight(2) == 3
 
 

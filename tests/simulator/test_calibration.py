@@ -74,7 +74,9 @@ def test_stages_add_up_to_the_whole_model() -> None:
 def test_ours_has_no_more_empty_rounds_than_the_depth(stages: int) -> None:
     for scenario in SCENARIOS[:2]:
         ours, theirs = (count(scenario, engine, stages, CALIBRATION) for engine in ("handoff", "mp"))
-        assert ours.empty < 2 * stages and ours.longest_wait == 1
+        assert ours.empty < 2 * stages
+        # Until they share every round, eight requests are in as many rounds as their prompts took.
+        assert ours.longest_wait <= stages
         assert theirs.empty > 100 * (stages - 1)
         assert ours.seconds <= theirs.seconds * 1.01
 
