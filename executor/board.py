@@ -3,8 +3,8 @@
 The engine's process counts rounds, and each worker its own time; metrics are
 served by the API server's process. Nothing is sent between them. Each writer
 keeps its numbers in a small mapped file in the executor's private folder, and
-whoever wants to know looks. So a round costs its writers 3 to 4 us and the
-readers nothing; the numbers stay readable when the engine is stuck, which is
+whoever wants to know looks. So a round costs the engine 3 to 4 us, a worker
+about 11 us, and the readers nothing; the numbers stay readable when the engine is stuck, which is
 when they matter most; and after its end the reader's mapping still holds the
 last ones, although the folder is gone.
 

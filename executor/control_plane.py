@@ -325,6 +325,8 @@ class ControlPlane:
             if self._channel is not None:
                 self._channel.close()
             self._supervisor.close()
+            # The boards' mappings, and with them their descriptors.
+            self._stall = None
             self.folder.remove()
             if self._exit_hook is not None:
                 self._exit_hook.cancel()

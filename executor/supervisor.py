@@ -26,6 +26,8 @@ SETTLE_S = 0.3
 # How long a report may take that is known to be under way.
 REPORT_S = 5.0
 TERMINATE_S = 1.0
+# What all workers together get to write their stacks; one takes milliseconds.
+_STACKS_S = 0.5
 TICK_S = 2.0
 
 
@@ -137,10 +139,13 @@ class Supervisor:
 
     def show_stacks(self) -> None:
         """Make every worker write to its standard error where each of its threads is."""
-        for process in self._running():
+        running = self._running()
+        for process in running:
             with contextlib.suppress(ProcessLookupError):
                 assert process.pid
                 os.kill(process.pid, STACKS_SIGNAL)
+            # One after the other: they share that file, and write piece by piece.
+            time.sleep(min(_STACKS_S / len(running), 0.1))
 
     def watch(
         self, on_sign: Callable[[], None], has_work: Callable[[], bool], is_stuck: Callable[[], bool], tick: float

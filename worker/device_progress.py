@@ -37,10 +37,8 @@ class DeviceProgress:
 
     def launched(self, number: int) -> None:
         """The host has launched round `number` on the current stream."""
-        clock = work_clock.here()
-        clock.launched(number)
+        work_clock.here().launched(number, finished=not self._cuda)
         if not self._cuda:
-            clock.device_finished(number)
             return
         with self._lock:
             event = self._spare.pop() if self._spare else self._new_event()

@@ -77,27 +77,27 @@ class WorkClock:
         self.counts.phase_ns = now
         self._publish(self.counts)
 
-    @contextmanager
-    def waiting(self, phase: Phase) -> Iterator[None]:
-        """While entered, the host waits for a peer."""
-        before = self.counts.phase
-        self.enter(phase)
-        try:
-            yield
-        finally:
-            now = time.monotonic_ns()
-            with self._lock:
-                waited = now - self.counts.phase_ns
-                if phase == Phase.HOP:
-                    self.counts.hop_wait_ns += waited
-                elif phase == Phase.HANDOFF:
-                    self.counts.handoff_wait_ns += waited
-                self._enter(before, now)
+    def waiting(self, phase: Phase) -> _Waiting:
+        """A context in which the host waits for a peer."""
+        return _Waiting(self, phase)
 
-    def launched(self, number: int) -> None:
-        """The host has launched all of round `number`."""
+    def waited(self, before: int) -> None:
+        """The wait is over, and the host goes on with what it did `before`."""
+        now = time.monotonic_ns()
+        with self._lock:
+            counts = self.counts
+            if counts.phase == Phase.HOP:
+                counts.hop_wait_ns += now - counts.phase_ns
+            elif counts.phase == Phase.HANDOFF:
+                counts.handoff_wait_ns += now - counts.phase_ns
+            self._enter(before, now)
+
+    def launched(self, number: int, finished: bool = False) -> None:
+        """The host has launched all of round `number`; on a CPU, that is `finished` then."""
         with self._lock:
             self.counts.launched = number
+            if finished:
+                self.counts.device_round = number
             self._publish(self.counts)
 
     def device_finished(self, number: int) -> None:
@@ -119,6 +119,22 @@ class WorkClock:
         with self._lock:
             self.counts.output_round = number
             self._publish(self.counts)
+
+
+class _Waiting:
+    # Not a generator: this is entered twice a round, and costs a third of one.
+    __slots__ = ("_before", "_clock", "_phase")
+
+    def __init__(self, clock: WorkClock, phase: Phase) -> None:
+        self._clock = clock
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._before = self._clock.counts.phase
+        self._clock.enter(self._phase)
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.waited(self._before)
 
 
 _here = WorkClock()
