@@ -206,6 +206,16 @@ def record(children: list[Child], args: argparse.Namespace) -> dict[str, list[An
     return recordings
 
 
+def _without_samples(record: dict[str, Any]) -> dict[str, Any]:
+    """A run's record for the report: percentiles in place of hundreds of thousands of latencies."""
+    kept = dict(record)
+    for key in ("first_token", "gaps"):
+        if key in kept:
+            values = kept.pop(key)
+            kept[f"{key}_ms"] = [1000 * percentile(values, share) for share in (0.5, 0.99)] if values else []
+    return kept
+
+
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a load: medians, the median ratio of pairs, equality of tokens, and latencies of online loads."""
     rows = []
@@ -290,5 +300,5 @@ def _run(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any
     rows = summarise(records)
     costs = [] if args.no_bound else add_bounds(rows, recordings, args.stages)
     show(rows, [child.name for child in children])
-    report |= {"arguments": vars(args), "rows": rows, "stage_times": costs, "runs": records}
+    report |= {"arguments": vars(args), "rows": rows, "stage_times": costs, "runs": [_without_samples(record) for record in records]}
     return rows
