@@ -114,9 +114,10 @@ def test_no_descriptors(tmp_path: Path, args: dict[str, Any]) -> None:
 def test_no_shared_memory(tmp_path: Path, args: dict[str, Any]) -> None:
     process = EngineProcess(tmp_path, IN_PROCESS)
     try:
-        if not process.run(small_shared_memory, "1m"):
+        if not process.run(small_shared_memory, "4k"):
             pytest.skip("this system lets nobody mount a small /dev/shm")
-        # vLLM's workers map 8 MB each, and a CPU learns that there is no such memory only when it writes there.
+        # The executor's lock takes the only page. vLLM's workers map 8 MB each, and learn that there is nothing
+        # behind it when they first write there.
         error, _ = process.run(attempt, "none:none:0", **args)
         assert "was killed by SIGBUS" in error and "/dev/shm is full or too small" in error, error
         assert process.children() == set()
