@@ -300,5 +300,10 @@ def _run(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any
     rows = summarise(records)
     costs = [] if args.no_bound else add_bounds(rows, recordings, args.stages)
     show(rows, [child.name for child in children])
-    report |= {"arguments": vars(args), "rows": rows, "stage_times": costs, "runs": [_without_samples(record) for record in records]}
+    report |= {
+        "arguments": vars(args),
+        "rows": rows,
+        "stage_times": costs,
+        "runs": [_without_samples(record) for record in records],
+    }
     return rows

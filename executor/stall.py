@@ -5,11 +5,13 @@ on its board what its host does in which round, how far its device is, and
 which output it waits for (see board.py); this looks at the boards.
 
 What counts as progress, of any stage: its host goes from one thing to the
-next; its device finishes a round; or its host is at work in a round that the
-device does not hold up, which shows in processor time. So neither a prefill of
-minutes on a CPU nor a kernel that is compiled in the first round is a stall,
-and a stage that waits for a peer counts for nothing. A host that computes for
-ever is not noticed here; VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends that.
+next; its device finishes a round; or its host is at work, which shows in
+processor time: in a round on a CPU, where the host is the device, and in a
+call. So a prefill of minutes on a CPU is no stall, and a stage that waits for
+a peer counts for nothing. On a GPU a host only launches, and one that the
+driver lets spin looks as if it were at work: there a round that does not come
+forward is a stall whatever the host does. A host that computes for ever on a
+CPU is not noticed here; VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends that.
 """
 
 from __future__ import annotations
@@ -87,16 +89,19 @@ class StallWatch:
         )
 
     def _is_at_work(self, workers: list[WorkerCounts], now: int) -> bool:
-        """Whether a host has used the processor since the last look for something that its device does not hold up."""
-        used = [
-            self._processor_ns(rank) if counts.phase in _WORKING and counts.device_round == counts.launched else 0
-            for rank, counts in enumerate(workers)
-        ]
+        """Whether a host has used the processor since the last look for work of its own."""
+        used = [self._processor_ns(rank) if self._may_be_at_work(counts) else 0 for rank, counts in enumerate(workers)]
         before, self._used = self._used, (now, used)
         if before is None:
             return False
         then, used_then = before
         return any(b and a - b >= _AT_WORK * (now - then) for a, b in zip(used, used_then))
+
+    @staticmethod
+    def _may_be_at_work(counts: WorkerCounts) -> bool:
+        if counts.phase == Phase.CALL:
+            return True
+        return counts.phase in _WORKING and not counts.on_device and counts.device_round == counts.launched
 
     def _describe(self, workers: list[WorkerCounts], rounds: Sequence[int], now: int) -> str:
         flight = f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}"

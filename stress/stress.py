@@ -175,6 +175,13 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path, report: dict[str
     mix = case.mix if case else mix_of(args)
     faults = list(FAULTS) if args.faults == [] else list(args.faults or ())
     toy = not (args.model or args.url)
+    if toy and mix.prompt[1] + mix.output[1] > TOY_CONTEXT:
+        print(
+            f"stress: prompts of up to {mix.prompt[1]} tokens and answers of up to {mix.output[1]} do not fit "
+            f"the toy's context of {TOY_CONTEXT}: give a smaller --prompt or --output",
+            file=sys.stderr,
+        )
+        return 2
     if args.url:
         setup: dict[str, Any] = {"url": args.url.rstrip("/"), "model": model_of(args.url.rstrip("/"))}
     else:

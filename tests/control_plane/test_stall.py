@@ -97,6 +97,20 @@ def test_a_host_at_work_is_slow_and_not_stuck() -> None:
     assert stages.stays(40) is not None
 
 
+def test_a_host_that_spins_in_a_gpus_driver_is_stuck_and_one_that_serves_a_call_is_not() -> None:
+    stages = Stages()
+    # A kernel is loaded in the middle of a round and waits for streams that wait for the other stage.
+    stages.counts[0] = WorkerCounts(phase=Phase.FORWARD, round=8, launched=7, device_round=7, on_device=1)
+    stages.counts[1] = WorkerCounts(phase=Phase.COMMAND, round=7, launched=7, device_round=7, on_device=1)
+
+    def spin() -> None:
+        stages.used[0] += 2 * S
+
+    assert stages.stays(40, spin) is not None
+    stages.counts[0].phase = Phase.CALL
+    assert stages.stays(600, spin) is None
+
+
 def test_what_a_waiting_host_uses_counts_for_nothing() -> None:
     stages = Stages()
     stages.counts[0] = WorkerCounts(phase=Phase.FORWARD, round=8, launched=7, device_round=7)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from vllm_handoff.executor import cli
 from vllm_handoff.stress import toy_tokens
 from vllm_handoff.stress.checks import ERROR, LEFT, Expected, check
 from vllm_handoff.stress.figures import Figures
@@ -166,3 +167,8 @@ def test_shrinking_what_does_not_fail_again() -> None:
 def test_what_was_about_at_the_same_time() -> None:
     spans = {1: (0.0, 1.0), 2: (0.5, 2.0), 3: (1.5, 3.0), 4: (2.5, 4.0)}
     assert concurrent_with(spans, [2]) == [1, 2, 3]
+
+
+def test_lengths_that_the_toy_cannot_hold_are_refused_before_anything_starts(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["stress", "--prompt", "1", "600"]) == 2
+    assert "do not fit the toy's context of 512" in capsys.readouterr().err
