@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_handoff.executor.board import Phase
-from vllm_handoff.worker import work_clock
 from vllm_handoff.worker.transfer import Handle, Link
 
 
@@ -87,8 +85,7 @@ class _Buffers:
         handle = self._handles[self._index]
         if handle is not None:
             # Orders the overwrite after the send; the stream waits, not the host, where there is a stream.
-            with work_clock.here().waiting(Phase.SEND):
-                handle.wait()
+            handle.wait()
         if self._views[self._index][0].shape[0] != num_tokens:
             buffer = self._buffers[self._index][:num_tokens]
             self._views[self._index] = (buffer, self._layout.views(buffer))

@@ -91,8 +91,7 @@ class Peer:
             self._sending.popleft()
         if len(self._sending) >= MOST_UNDER_WAY:
             # gloo's handles learn of completion only in wait().
-            with work_clock.here().waiting(Phase.SEND):
-                self._sending.popleft()[0].wait()
+            self._sending.popleft()[0].wait()
         try:
             handle = _Send(dist.isend(tensor, dst=self.rank, group=self.group))
         except RuntimeError as error:
@@ -119,7 +118,8 @@ class _Send:
     def wait(self) -> None:
         # gloo counts completions: a second wait for the same send would take another's, or never end.
         if not self._waited:
-            self._work.wait()
+            with work_clock.here().waiting(Phase.SEND):
+                self._work.wait()
             self._waited = True
 
     def is_completed(self) -> bool:
