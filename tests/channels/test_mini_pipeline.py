@@ -1,4 +1,4 @@
-"""Two stages in two processes whose hosts stop at random: hop and handoff over gloo, and over NCCL where there are GPUs.
+"""Two stages in two processes whose hosts stop at random: hop and handoff over gloo, and over NCCL given two GPUs.
 
 No vLLM model and no scheduler: a round's hidden states are known functions of
 its tokens, and its tokens of the hidden states, so one wrong transfer changes
