@@ -58,7 +58,9 @@ class Child:
         status = 0
         while "quit" not in (order := await self._orders.get()):
             if "run" in order:
-                running = asyncio.create_task(self._run(Case.of(order["run"])))
+                # Made before its task begins: an order to stop may be the next one in the queue.
+                self._load = Load(self._client, Case.of(order["run"]), self._tell)
+                running = asyncio.create_task(self._run(self._load))
             elif "stop" in order and self._load is not None:
                 self._load.stop()
             elif "arm" in order:
@@ -78,12 +80,11 @@ class Child:
             loop.call_soon_threadsafe(self._orders.put_nowait, json.loads(line))
         loop.call_soon_threadsafe(self._orders.put_nowait, {"quit": True})
 
-    async def _run(self, case: Case) -> None:
-        self._load = Load(self._client, case, self._tell)
-        await self._load.run()
+    async def _run(self, load: Load) -> None:
+        await load.run()
         await self._tell_counts()
         self._tell({"done": True})
-        if self._load.failed:
+        if load.failed:
             self._orders.put_nowait({"failed": True})
 
     async def _arm(self, arm: dict[str, Any]) -> None:

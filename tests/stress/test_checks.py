@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import random
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_handoff.executor import cli
-from vllm_handoff.stress import toy_tokens
+from vllm_handoff.stress import child, toy_tokens
 from vllm_handoff.stress.checks import ERROR, LEFT, Expected, check
 from vllm_handoff.stress.figures import Figures
 from vllm_handoff.stress.plan import Case, Mix, Planned, concurrent_with, planned
@@ -172,3 +178,44 @@ def test_what_was_about_at_the_same_time() -> None:
 def test_lengths_that_the_toy_cannot_hold_are_refused_before_anything_starts(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["stress", "--prompt", "1", "600"]) == 2
     assert "do not fit the toy's context of 512" in capsys.readouterr().err
+
+
+class Prompt:
+    """A client whose engine answers at once."""
+
+    preemptions = 0
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    async def call(self, *_: object) -> list[dict]:
+        return []
+
+    async def stream(self, *_: object) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(token_ids=[1], finish_reason="length")
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.timeout(60)
+def test_an_order_to_stop_right_behind_the_order_to_run_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "EngineClient", Prompt)
+    (orders, give), (told, events) = os.pipe(), os.pipe()
+    served = child.Child({"options": {}, "toy": True}, events)
+    with os.fdopen(orders) as stdin, os.fdopen(told) as heard:
+        monkeypatch.setattr("sys.stdin", stdin)
+        serving = threading.Thread(target=lambda: asyncio.run(served.serve()))
+        serving.start()
+        assert "ready" in heard.readline()
+        with os.fdopen(give, "w") as orderer:
+            # In one piece, so that both are there before the load can begin.
+            for order in ({"run": Case(Mix(rate=1000.0), 0).to_json()}, {"stop": True}):
+                orderer.write(json.dumps(order) + "\n")
+            orderer.flush()
+            seen = [{}]
+            while "done" not in seen[-1]:
+                seen.append(json.loads(heard.readline()))
+                assert len(seen) < 100, "it goes on sending"
+        # The end of the orders is one to quit.
+        serving.join()
