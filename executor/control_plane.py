@@ -127,7 +127,9 @@ class ControlPlane:
     def _watch_for_stalls(self) -> StallWatch:
         boards = [BoardReader(worker_board(self.folder.path, rank), WorkerCounts) for rank in range(self.world_size)]
         pids = self.pids
-        return StallWatch(self._stall_seconds, boards, self.stage_size, lambda rank: processor_ns_of_group(pids[rank]))
+        return StallWatch(
+            self._stall_seconds, boards, self.stage_size, lambda rank, own: processor_ns_of_group(pids[rank], own)
+        )
 
     def _is_stuck(self) -> bool:
         """Whether the stages have stood still for too long. On the supervisor's thread."""

@@ -6,12 +6,12 @@ which output it waits for (see board.py); this looks at the boards.
 
 What counts as progress, of any stage: its host goes from one thing to the
 next; its device finishes a round; or its host is at work, which shows in
-processor time: in a round on a CPU, where the host is the device, and in a
-call. So a prefill of minutes on a CPU is no stall, and a stage that waits for
-a peer counts for nothing. On a GPU a host only launches, and one that the
-driver lets spin looks as if it were at work: there a round that does not come
-forward is a stall whatever the host does. A host that computes for ever on a
-CPU is not noticed here; VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends that.
+processor time. So neither a prefill of minutes on a CPU nor a compiler that
+runs in the first round is a stall, and a stage that waits for a peer counts
+for nothing. On a GPU a host only launches rounds, and one that the driver lets
+spin looks as if it were at work: there, in a round, only its children's time
+counts, compilers'. A host that computes for ever on a CPU is not noticed here;
+VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends that.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class StallWatch:
         limit_s: seconds without any progress that are a stall.
         boards: the workers' boards, by rank.
         stage_size: workers a stage.
-        processor_ns: the processor time that a rank's processes have used so far, in ns.
+        processor_ns: given a rank, and whether its own process counts, the processor time that its
+            processes have used so far, in ns.
     """
 
     def __init__(
-        self, limit_s: float, boards: Sequence[CountsReader], stage_size: int, processor_ns: Callable[[int], int]
+        self, limit_s: float, boards: Sequence[CountsReader], stage_size: int, processor_ns: Callable[[int, bool], int]
     ) -> None:
         self.limit_s = limit_s
         self._boards = boards
@@ -90,18 +91,18 @@ class StallWatch:
 
     def _is_at_work(self, workers: list[WorkerCounts], now: int) -> bool:
         """Whether a host has used the processor since the last look for work of its own."""
-        used = [self._processor_ns(rank) if self._may_be_at_work(counts) else 0 for rank, counts in enumerate(workers)]
+        used = [self._used_by(rank, counts) for rank, counts in enumerate(workers)]
         before, self._used = self._used, (now, used)
         if before is None:
             return False
         then, used_then = before
         return any(b and a - b >= _AT_WORK * (now - then) for a, b in zip(used, used_then))
 
-    @staticmethod
-    def _may_be_at_work(counts: WorkerCounts) -> bool:
-        if counts.phase == Phase.CALL:
-            return True
-        return counts.phase in _WORKING and not counts.on_device and counts.device_round == counts.launched
+    def _used_by(self, rank: int, counts: WorkerCounts) -> int:
+        """Processor time that may be work: none of a host that its device holds up, or that waits."""
+        if counts.phase not in _WORKING or counts.device_round != counts.launched:
+            return 0
+        return self._processor_ns(rank, counts.phase == Phase.CALL or not counts.on_device)
 
     def _describe(self, workers: list[WorkerCounts], rounds: Sequence[int], now: int) -> str:
         flight = f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}"
@@ -155,12 +156,19 @@ class StallWatch:
         return text
 
 
-def processor_ns_of_group(pid: int) -> int:
-    """The processor time of a process group's live processes and of their ended children, in ns."""
+def processor_ns_of_group(pid: int, its_own: bool = True) -> int:
+    """The processor time of a process group's live processes and of their ended children, in ns.
+
+    Args:
+        pid: the group, and its first process.
+        its_own: whether that process's own time counts.
+    """
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[2]) == pid:
-                ticks += sum(map(int, fields[11:15]))
+                # utime, stime, cutime, cstime
+                first = 11 if its_own or int(stat.parent.name) != pid else 13
+                ticks += sum(map(int, fields[first:15]))
     return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")

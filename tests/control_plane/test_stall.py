@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -11,7 +15,7 @@ import pytest
 from fake_worker import SchedulerOutput, is_running, rounds, wait_for
 from vllm_handoff.executor.board import Phase, WorkerCounts
 from vllm_handoff.executor.errors import ExecutorFailedError
-from vllm_handoff.executor.stall import StallWatch
+from vllm_handoff.executor.stall import StallWatch, processor_ns_of_group
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -23,9 +27,13 @@ class Stages:
 
     def __init__(self, limit_s: float = 30) -> None:
         self.counts = [WorkerCounts(round=7, launched=7, device_round=7) for _ in range(2)]
-        self.used = [0, 0]
+        self.used = [0, 0]  # by the workers themselves
+        self.children_used = [0, 0]
         self.now = 1000 * S
-        self.watch = StallWatch(limit_s, [_Board(self, 0), _Board(self, 1)], 1, lambda rank: self.used[rank])
+        self.watch = StallWatch(limit_s, [_Board(self, 0), _Board(self, 1)], 1, self.processor_ns)
+
+    def processor_ns(self, rank: int, its_own: bool) -> int:
+        return self.children_used[rank] + (self.used[rank] if its_own else 0)
 
     def look(self, seconds: float = 2, flight: tuple[int, ...] = (7, 8)) -> str | None:
         self.now += int(seconds * S)
@@ -106,9 +114,31 @@ def test_a_host_that_spins_in_a_gpus_driver_is_stuck_and_one_that_serves_a_call_
     def spin() -> None:
         stages.used[0] += 2 * S
 
+    def compile() -> None:
+        stages.children_used[0] += S
+
+    assert stages.stays(600, compile) is None
     assert stages.stays(40, spin) is not None
     stages.counts[0].phase = Phase.CALL
     assert stages.stays(600, spin) is None
+
+
+@pytest.mark.parametrize("who", ["itself", "child"])
+def test_a_groups_processor_time_with_and_without_its_first_process(who: str) -> None:
+    spin = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ntime.sleep(60)"
+    code = (
+        spin if who == "itself" else f"import subprocess, sys\nsubprocess.run([sys.executable, '-S', '-c', {spin!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        everybody, others = (processor_ns_of_group(process.pid, its_own) for its_own in (True, False))
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert everybody >= 0.25 * S
+    assert others >= 0.25 * S if who == "child" else others == 0
 
 
 def test_what_a_waiting_host_uses_counts_for_nothing() -> None:
