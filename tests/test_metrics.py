@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from vllm_handoff.executor.board import Board, BoardReader, Phase, WorkerCounts
 from vllm_handoff.executor.stats import STALL_NS, RoundStats
 from vllm_handoff.worker import work_clock
 from vllm_handoff.worker.device_clock import DeviceClock
-from vllm_handoff.worker.recorder import Mark, Recorder
+from vllm_handoff.worker.recorder import Mark, RecordedWork, Recorder, work_of
 from vllm_handoff.worker.work_clock import WorkClock
 
 
@@ -175,6 +176,15 @@ def test_a_devices_time_is_read_only_when_it_has_passed(monkeypatch: pytest.Monk
     counts.begin(Phase.FORWARD, 1)
     counts.end(is_round=True)
     assert (counts.counts.on_device, counts.counts.device_busy_ns, counts.counts.device_hop_wait_ns) == (1, 11e6, 4e6)
+
+
+def test_the_work_of_a_round_is_told_from_its_schedule() -> None:
+    output = SimpleNamespace(
+        num_scheduled_tokens={"a": 1, "b": 1, "c": 300, "new": 200},
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens=[10, 20, 1000]),
+        scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=0)],
+    )
+    assert work_of(output) == RecordedWork(decodes=2, context=32, prompt_context=300 * 1150 + 200 * 100)
 
 
 def test_marks_reach_the_clock_whether_or_not_they_are_recorded() -> None:

@@ -111,6 +111,8 @@ def test_settings_have_defaults() -> None:
         ({"depth": 1}, "out of range: 2 stages take 2 to 8"),
         ({"depth": 9}, "out of range"),
         ({"depth": "deep"}, "out of range"),
+        ({"prefill_chunks": 512}, 'must be "auto" or "budget"'),
+        ({"rendezvous": "no"}, "must be true or false"),
         ({"split_rows": -1}, "split_rows"),
         ({"colour": 1}, "no setting 'colour'; there are depth, split_rows, layer_split"),
         ({"layer_split": "17,15"}, "layer_split '17,15' must be"),
