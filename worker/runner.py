@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu import model_runner as v2
 from vllm.v1.worker.gpu.pp_utils import PPHandler
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_handoff.scheduler_ext.manifest import Manifest
 from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
@@ -115,7 +116,7 @@ class ManifestRunnerMixin(_Base):
         self.recorder.mark(Mark.HANDOFF)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        if not scheduler_output.scheduled_new_reqs:
+        if not scheduler_output.scheduled_new_reqs and _stages_only_what_is_added(self.sampler):
             # vLLM 0.32 brings all of the sampler's per-request options to the device in every
             # round, a dozen copies, although they change only when a request is added.
             return
@@ -125,6 +126,19 @@ class ManifestRunnerMixin(_Base):
             index_of = self.req_states.req_id_to_index
             slots = [index_of[new.req_id] for new in scheduler_output.scheduled_new_reqs]
             self.pp_handler.receiver.admit(slots, self.pp_handler.manifest.round)
+
+
+def _stages_only_what_is_added(sampler: Sampler | None) -> bool:
+    """Whether the sampler has nothing to bring to the device in a round that adds no request.
+
+    True of vLLM's own. A user's logits processor is promised a call of its
+    `apply_staged_writes` in every step, and may count on it.
+    """
+    if sampler is None:
+        return True
+    return type(sampler) is Sampler and all(
+        type(processor).__module__.startswith("vllm.") for processor in sampler.logits_processors
+    )
 
 
 class HandoffModelRunner(ManifestRunnerMixin, v2.GPUModelRunner):

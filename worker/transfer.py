@@ -2,8 +2,7 @@
 
 On a CPU the groups are gloo's, and the host waits, there being no stream. On
 NVIDIA GPUs links go to NCCL directly (nccl_peer.py), and streams wait. A
-transfer starts after the work already queued on the current stream, so a
-receive waited for at its point of use occupies nothing before.
+transfer starts after the work already queued on the current stream.
 """
 
 from __future__ import annotations

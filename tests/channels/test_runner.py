@@ -1,0 +1,63 @@
+"""What the model runner leaves out of a round, and what it must not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from vllm_handoff.worker.runner import ManifestRunnerMixin
+
+
+class UsersProcessor(LogitsProcessor):
+    def apply(self, logits: Any, ctx: Any) -> Any:
+        return logits
+
+
+class UsersSampler(Sampler):
+    pass
+
+
+class Base:
+    """Stands for vLLM's runner."""
+
+    def __init__(self) -> None:
+        self.added = 0
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        self.added += 1
+
+
+class Runner(ManifestRunnerMixin, Base):
+    pp_handler = None
+
+    def __init__(self, sampler: Any) -> None:
+        Base.__init__(self)
+        self.sampler = sampler
+
+
+def sampler(kind: type, *processors: type) -> Any:
+    made = object.__new__(kind)
+    made.logits_processors = [object.__new__(processor) for processor in processors]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("held", "calls"),
+    [
+        (None, 0),
+        (sampler(Sampler, BadWordsState), 0),
+        (sampler(Sampler, BadWordsState, UsersProcessor), 1),
+        (sampler(UsersSampler, BadWordsState), 1),
+    ],
+)
+def test_a_round_that_adds_nobody_is_left_out_for_vllms_own_sampler_alone(held: Any, calls: int) -> None:
+    runner = Runner(held)
+    runner.add_requests(SimpleNamespace(scheduled_new_reqs=[]))
+    assert runner.added == calls
+    runner.add_requests(SimpleNamespace(scheduled_new_reqs=[object()]))
+    assert runner.added == calls + 1
