@@ -133,8 +133,8 @@ class HandoffExecutor(Executor):
             depth=self.vllm_config.max_concurrent_batches,
         )
         self._stats_written = False
-        # Paths of the adapters that the workers have loaded, by id.
-        self._adapters: dict[int, str] = {}
+        # Of the adapters that the workers have loaded, by id: the path, and whether it is one in this file system.
+        self._adapters: dict[int, tuple[str, bool]] = {}
         # Until the workers are warm, a call that fails ends them: the engine is not made, and nobody would.
         self._starting = True
 
@@ -244,11 +244,13 @@ class HandoffExecutor(Executor):
             WorkerCallError: it cannot be loaded; the message says where and why.
         """
         path = lora_request.lora_path
-        loaded = self._adapters.get(lora_request.lora_int_id) == path and not lora_request.load_inplace
-        # A worker that has dropped it for others loads it again, so it has to be there.
-        if not loaded or not Path(path).exists():
+        loaded, was_here = self._adapters.get(lora_request.lora_int_id, (None, False))
+        is_here = Path(path).exists()
+        # A worker that has dropped it for others loads it again, so a folder has to be there still.
+        # A name in a model hub never is one: asking the workers each time would hold up every request.
+        if loaded != path or lora_request.load_inplace or (was_here and not is_here):
             self.add_lora(lora_request)
-            self._adapters[lora_request.lora_int_id] = path
+            self._adapters[lora_request.lora_int_id] = path, is_here
 
     def check_health(self) -> None:
         self.collective_rpc("check_health", timeout=_HEALTH_CHECK_S)

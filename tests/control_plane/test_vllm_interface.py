@@ -197,3 +197,24 @@ def test_importing_the_package_does_not_import_vllm() -> None:
         "print('vllm' in sys.modules, 'torch' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "False"]
+
+
+def test_workers_are_asked_for_an_adapter_once_and_again_if_it_is_gone(executor_class: type, tmp_path: Any) -> None:
+    asked: list[str] = []
+    executor = object.__new__(executor_class)
+    executor._adapters = {}
+    executor.add_lora = lambda request: asked.append(request.lora_path)
+
+    def load(number: int, path: str, again: bool = False) -> int:
+        executor.load_adapter(SimpleNamespace(lora_int_id=number, lora_path=path, load_inplace=again))
+        return len(asked)
+
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    assert [load(1, str(folder)), load(1, str(folder))] == [1, 1]
+    assert [load(2, "some/hub-name"), load(2, "some/hub-name")] == [2, 2]
+    assert load(1, str(folder), again=True) == 3
+    assert load(1, str(tmp_path)) == 4, "the same number for another adapter"
+    assert load(1, str(folder)) == 5
+    folder.rmdir()
+    assert load(1, str(folder)) == 6
