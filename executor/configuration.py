@@ -57,16 +57,39 @@ def complete(vllm_config: Any) -> None:
 
     Raises:
         HandoffConfigError: the worker or scheduler that the user named cannot
-            work, or the layers cannot be divided among the stages.
+            work, the layers cannot be divided among the stages, or there are too few GPUs.
         UnsupportedFeatureError: the configuration asks for something this release does not run.
         SettingsError: additional_config["handoff"] has a setting that cannot be used.
     """
     check_supported(vllm_config)
     _check_layers(vllm_config)
     settings = HandoffSettings.of(vllm_config)
+    _check_gpus(vllm_config.parallel_config, settings)
     apply_layer_split(vllm_config, settings)
     _choose_worker(vllm_config)
     _choose_scheduler(vllm_config)
+
+
+def _check_gpus(parallel_config: Any, settings: HandoffSettings) -> None:
+    """Check that every rank has a GPU: vLLM notices in a worker, by an assertion about its local rank."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda_alike():
+        return
+    if settings.share_gpu:
+        # Between GPUs' memories, by addresses that one GPU has only once.
+        parallel_config.disable_custom_all_reduce = True
+        return
+    assigned = parallel_config.assigned_physical_gpu_ids
+    needed = parallel_config.world_size
+    found = current_platform.device_count() if assigned is None else len(assigned)
+    if needed > found:
+        raise HandoffConfigError(
+            f"{parallel_config.pipeline_parallel_size} stages of {parallel_config.tensor_parallel_size} ranks need "
+            f"{needed} GPUs and {found} can be seen: lower --pipeline-parallel-size or --tensor-parallel-size, or look "
+            f"at CUDA_VISIBLE_DEVICES. (To try all ranks on one GPU, slowly: additional_config "
+            f'{{"handoff": {{"share_gpu": true}}}}.)'
+        )
 
 
 def _check_layers(vllm_config: Any) -> None:

@@ -32,6 +32,7 @@ class HandoffSettings:
             to it, so that no kernel waits for a peer; false: NCCL's kernels wait.
         stall_seconds: rounds in flight without progress of any stage for so long
             end the engine; 0 never does.
+        share_gpu: all ranks use the first GPU, for trying and testing where there is only one.
     """
 
     depth: int | None = None
@@ -42,6 +43,7 @@ class HandoffSettings:
     # Well above what a round takes that makes no progress a stage could show, such as one kernel that runs for
     # long, and below vLLM's limit of 300 s a round.
     stall_seconds: float = 120
+    share_gpu: bool = False
 
     @classmethod
     def of(cls, vllm_config: Any) -> HandoffSettings:
@@ -85,8 +87,9 @@ class HandoffSettings:
             raise SettingsError(f'handoff layer_split {self.layer_split!r} must be "even" or "auto"')
         if self.prefill_chunks not in ("auto", "budget"):
             raise SettingsError(f'handoff prefill_chunks {self.prefill_chunks!r} must be "auto" or "budget"')
-        if not isinstance(self.rendezvous, bool):
-            raise SettingsError(f"handoff rendezvous {self.rendezvous!r} must be true or false")
+        for name in ("rendezvous", "share_gpu"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingsError(f"handoff {name} {getattr(self, name)!r} must be true or false")
         stall = self.stall_seconds
         if isinstance(stall, bool) or not isinstance(stall, int | float) or not (stall == 0 or stall >= 1):
             raise SettingsError(f"handoff stall_seconds {stall!r} must be 0 (never) or a number of seconds from 1")

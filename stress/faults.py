@@ -30,6 +30,8 @@ class Fault:
         loses_clients: whether the clients themselves are struck, so that nobody is left to be answered.
         last_stage: whether only the last rank can be struck.
         at_start: whether it strikes an engine that starts, instead of one under load.
+        needs_gpu: whether there is no such thing on a CPU.
+        stalls: whether nobody but the stall limit notices.
     """
 
     what: str
@@ -38,6 +40,8 @@ class Fault:
     loses_clients: bool = False
     last_stage: bool = False
     at_start: bool = False
+    needs_gpu: bool = False
+    stalls: bool = False
 
 
 def _signal_rank(number: signal.Signals) -> Callable[..., None]:
@@ -67,7 +71,8 @@ FAULTS: dict[str, Fault] = {
     "stop": Fault("SIGSTOP of a stage", _signal_rank(signal.SIGSTOP), limit_s=RELEASE_S),
     "kill-core": Fault("SIGKILL of the engine core", _kill_core),
     "kill-front": Fault("SIGKILL of the process with the clients", _kill_front, loses_clients=True),
-    "hang": Fault("stage that hangs in a forward", _armed("hang"), limit_s=STALL_S + RELEASE_S),
+    "hang": Fault("stage that hangs in a forward", _armed("hang"), STALL_S + RELEASE_S, stalls=True),
+    "kernel": Fault("kernel that never ends", _armed("kernel"), STALL_S + RELEASE_S, needs_gpu=True, stalls=True),
     "raise-forward": Fault("exception in a stage's forward", _armed("raise-forward"), limit_s=RELEASE_S),
     "memory": Fault("out of memory in a stage's forward", _armed("memory"), limit_s=RELEASE_S),
     "raise-sample": Fault("exception while sampling", _armed("raise-sample"), limit_s=RELEASE_S),

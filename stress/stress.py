@@ -173,7 +173,8 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path, report: dict[str
 
     case = Case.of(json.loads(args.replay.read_text())) if args.replay else None
     mix = case.mix if case else mix_of(args)
-    faults = list(FAULTS) if args.faults == [] else list(args.faults or ())
+    possible = [name for name, fault in FAULTS.items() if not (fault.needs_gpu and _on_cpu())]
+    faults = possible if args.faults == [] else list(args.faults or ())
     toy = not (args.model or args.url)
     if toy and mix.prompt[1] + mix.output[1] > TOY_CONTEXT:
         print(
@@ -186,10 +187,14 @@ def _run(args: argparse.Namespace, temporary: Path, logs: Path, report: dict[str
         setup: dict[str, Any] = {"url": args.url.rstrip("/"), "model": model_of(args.url.rstrip("/"))}
     else:
         setup = {"options": engine_options(args, temporary, mix), "toy": toy}
-        if "hang" in faults:
-            setup["options"].setdefault("additional_config", {"handoff": {"stall_seconds": STALL_S}})
+        if any(FAULTS[name].stalls for name in faults if name in FAULTS):
+            handoff = setup["options"].setdefault("additional_config", {}).setdefault("handoff", {})
+            handoff.setdefault("stall_seconds", STALL_S)
     if args.plant:
         setup["plant"] = args.plant
+    if impossible := [name for name in faults if name in FAULTS and name not in possible]:
+        print(f"stress: this vLLM was built for the CPU, and --faults {impossible[0]} needs a GPU", file=sys.stderr)
+        return 2
     if args.url and faults:
         print("stress: faults cannot be injected into a server that is already running; drop --faults", file=sys.stderr)
         return 2

@@ -21,6 +21,9 @@ from vllm_handoff.stress import toy_model
 toy_model.register()
 
 
+_FOR_EVER = 10**13  # GPU clock cycles: more than an hour
+
+
 class PlantedFault(RuntimeError):
     """Raised on purpose by the stress harness."""
 
@@ -90,6 +93,9 @@ class _Watch:
         if tokens and self._due("hang"):
             # Alive, and never back; what a kernel or a collective that never ends looks like from outside.
             threading.Event().wait()
+        if tokens and self._due("kernel"):
+            # Its host goes on, its device does not.
+            torch.cuda._sleep(_FOR_EVER)
         return self._execute(scheduler_output)
 
     def _disagree(self, scheduler_output: Any, manifest: Manifest) -> None:

@@ -6,6 +6,8 @@ from multiprocessing.synchronize import Lock
 from typing import TYPE_CHECKING, Any
 
 from vllm_handoff.executor.logs import join_vllm_logging
+from vllm_handoff.scheduler_ext.settings import HandoffSettings
+from vllm_handoff.worker import shared_gpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,12 +39,16 @@ def build_vllm_worker(
         configure_logging(logging_config)
     join_vllm_logging()
     parallel_config = vllm_config.parallel_config
+    local_rank = rank
+    if current_platform.is_cuda_alike() and HandoffSettings.of(vllm_config).share_gpu:
+        shared_gpu.share(rank)
+        local_rank = 0
     if parallel_config.assigned_physical_gpu_ids is not None:
         from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
         # Before set_worker_net_device, which looks the device up.
         set_assigned_physical_gpu_ids(parallel_config.assigned_physical_gpu_ids)
-    set_worker_net_device(rank, vllm_config)
+    set_worker_net_device(local_rank, vllm_config)
     maybe_init_worker_tracer(
         instrumenting_module_name="vllm.worker", process_kind="worker", process_name=f"Worker_{rank}"
     )
@@ -53,7 +59,7 @@ def build_vllm_worker(
     all_kwargs: list[dict[str, Any]] = [{} for _ in range(parallel_config.world_size)]
     all_kwargs[rank] = {
         "vllm_config": vllm_config,
-        "local_rank": rank,
+        "local_rank": local_rank,
         "rank": rank,
         "distributed_init_method": distributed_init_method,
         "is_driver_worker": is_driver_worker,

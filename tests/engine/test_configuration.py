@@ -12,8 +12,15 @@ import pytest
 import configurations
 from engine_process import EngineProcess, EngineProcessError
 from engines import EXECUTOR, SMALL
-from vllm_handoff.executor.configuration import ASYNC_SCHEDULER, CPU_WORKER, SYNC_SCHEDULER
+from vllm_handoff.executor.configuration import (
+    ASYNC_SCHEDULER,
+    CPU_WORKER,
+    SYNC_SCHEDULER,
+    HandoffConfigError,
+    _check_gpus,
+)
 from vllm_handoff.executor.refusals import ALWAYS, ON_A_CPU, WITH_STAGES, UnsupportedFeatureError, check_supported
+from vllm_handoff.scheduler_ext.settings import HandoffSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 
@@ -66,6 +73,22 @@ def test_the_flag_alone_is_enough(process: EngineProcess, args: dict[str, Any], 
 def test_asynchronous_scheduling_can_be_switched_off(process: EngineProcess, args: dict[str, Any]) -> None:
     found = process.run(configurations.choices, **args, **TWO_STAGES, async_scheduling=False)
     assert (found["scheduler"], found["asynchronous"]) == (SYNC_SCHEDULER, False)
+
+
+@pytest.mark.parametrize("assigned", [None, [5]])
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, assigned: list[int] | None) -> None:
+    platform = SimpleNamespace(is_cuda_alike=lambda: True, device_count=lambda: 1)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
+    parallel = SimpleNamespace(
+        world_size=4, pipeline_parallel_size=2, tensor_parallel_size=2, assigned_physical_gpu_ids=assigned,
+        disable_custom_all_reduce=False,
+    )  # fmt: skip
+    with pytest.raises(HandoffConfigError, match="2 stages of 2 ranks need 4 GPUs and 1 can be seen: lower"):
+        _check_gpus(parallel, HandoffSettings())
+    _check_gpus(parallel, HandoffSettings(share_gpu=True))
+    assert parallel.disable_custom_all_reduce
+    parallel.world_size = parallel.pipeline_parallel_size = parallel.tensor_parallel_size = 1
+    _check_gpus(parallel, HandoffSettings())
 
 
 @pytest.mark.parametrize("option", ["worker_cls", "scheduler_cls"])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_handoff.executor import cli
-from vllm_handoff.stress import child, toy_tokens
+from vllm_handoff.stress import child, stress, toy_tokens
 from vllm_handoff.stress.checks import ERROR, LEFT, Expected, check
 from vllm_handoff.stress.figures import Figures
 from vllm_handoff.stress.plan import Case, Mix, Planned, concurrent_with, planned
@@ -178,6 +178,14 @@ def test_what_was_about_at_the_same_time() -> None:
 def test_lengths_that_the_toy_cannot_hold_are_refused_before_anything_starts(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["stress", "--prompt", "1", "600"]) == 2
     assert "do not fit the toy's context of 512" in capsys.readouterr().err
+
+
+def test_a_fault_that_needs_a_gpu_is_refused_on_a_cpu(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stress, "_on_cpu", lambda: True)
+    assert cli.main(["stress", "--faults", "kill", "kernel"]) == 2
+    assert "--faults kernel needs a GPU" in capsys.readouterr().err
 
 
 class Prompt:
