@@ -30,7 +30,10 @@ class Engine:
         return SamplingParams(temperature=0.0, max_tokens=generated, ignore_eos=True, detokenize=False)
 
     def run(self, load: Load, seed: int) -> dict[str, Any]:
-        """All requests at once. Seconds, and a digest of all tokens."""
+        """All requests at once. Seconds, a digest of all tokens, and how many answers and tokens differ.
+
+        The last two say how much an equal digest proves: dummy weights can repeat themselves.
+        """
         prompts = [{"prompt_token_ids": ids} for ids in load.prompts(self.vocab, seed)]
         params = self.params(load.generated)
         begin = time.perf_counter()
@@ -38,7 +41,12 @@ class Engine:
         seconds = time.perf_counter() - begin
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         assert all(len(ids) == load.generated for ids in tokens)
-        return {"seconds": seconds, "digest": hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]}
+        return {
+            "seconds": seconds,
+            "digest": hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16],
+            "distinct_answers": len(set(map(tuple, tokens))),
+            "distinct_tokens": len({token for ids in tokens for token in ids}),
+        }
 
     def run_online(self, load: OnlineLoad, seed: int) -> dict[str, Any]:
         """Requests as they arrive. Seconds, and per request the time to first token and the gaps between tokens."""
