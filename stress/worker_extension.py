@@ -164,6 +164,8 @@ def _trusted_socket() -> Any:
     """This worker's own socket for reports, which the executor trusts."""
     from vllm_handoff.worker.control_link import ReportSocket
 
+    # Some of the process's objects are frozen, which hides them.
+    gc.unfreeze()
     for found in gc.get_objects():
         if isinstance(found, ReportSocket):
             return found
