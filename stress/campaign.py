@@ -180,6 +180,7 @@ class Campaign:
             session.follow(begin + UNNOTICED_S, stop=lambda: self.figures.errors > errors and not session.pending)
             if session.problems:
                 return
+            begin = life.struck_at() or begin
             self._answered(session, fault, where, begin, figures)
         if self.figures.problems:
             return

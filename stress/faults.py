@@ -17,6 +17,8 @@ DETECT_S = 5.0
 RELEASE_S = 10.0
 # The stall limit of engines that are to hang; the executor's own is two minutes.
 STALL_S = 8
+# In an engine's temporary folder: when an ordered fault took place, in seconds of the machine's monotonic clock.
+STRUCK_FILE = "struck"
 
 
 @dataclass(frozen=True)

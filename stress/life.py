@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_handoff.executor.server_process import Process, family_of
-from vllm_handoff.stress.faults import parent_of
+from vllm_handoff.stress.faults import STRUCK_FILE, parent_of
 
 _SHARED_MEMORY = Path("/dev/shm")
 # The control plane's folders; what else lies in the temporary folder belongs to vLLM.
@@ -143,6 +143,12 @@ class Life:
             return self._popen.wait(5)
         except subprocess.TimeoutExpired:
             return None
+
+    def struck_at(self) -> float | None:
+        """When a fault that was ordered took place (see worker_extension.py); None if its time is not known."""
+        with contextlib.suppress(OSError, ValueError):
+            return float((self.temporary / STRUCK_FILE).read_text())
+        return None
 
     def leaks(self) -> list[str]:
         """What is left of a life that is over: processes, and files of the executor. vLLM's own are not counted."""

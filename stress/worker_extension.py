@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_handoff.scheduler_ext.manifest import Manifest, attach, manifest_of
 from vllm_handoff.stress import toy_model
+from vllm_handoff.stress.faults import STRUCK_FILE
 
 toy_model.register()
 
@@ -64,6 +68,7 @@ class _Watch:
     def arm(self, what: str) -> None:
         if what == "control":
             _trusted_socket()._socket.send(b"\x93garbage")
+            _note_time()
         elif what == "twice":
             _answer_twice(_trusted_socket())
         else:
@@ -73,6 +78,7 @@ class _Watch:
     def _due(self, *kinds: str) -> str | None:
         if self._armed in kinds and self._wait_rounds <= 0:
             what, self._armed = self._armed, None
+            _note_time()
             return what
         return None
 
@@ -111,6 +117,12 @@ class _Watch:
         if hasattr(output, "get_output") and (what := self._due(*_TAMPER)):
             return _Tampered(output, what, rearm=self.arm)
         return output
+
+
+def _note_time() -> None:
+    # An order waits behind the rounds in flight, which take seconds while kernels are compiled: a fault is to be
+    # noticed soon after it happens, not after it was ordered.
+    Path(tempfile.gettempdir(), STRUCK_FILE).write_text(str(time.monotonic()))
 
 
 class _Tampered:
@@ -156,6 +168,7 @@ def _answer_twice(reports: Any) -> None:
         if isinstance(report, Reply):
             del reports.send
             send(report, payload)
+            _note_time()
 
     reports.send = twice
 
