@@ -6,11 +6,13 @@ runner.
 
 Covered: everything that the runner launches for a decoder-only model that generates text, with every sampling option,
 logprobs, structured output, thinking budgets and prompt embeddings. Kernels that have a part for draft tokens have it.
+For speculative decoding: the rejection sampler, block verification included, and the proposers n-gram, EAGLE, EAGLE3,
+MTP with one layer, and draft model.
 
-Not covered: speculative decoding (its proposers, its rejection sampler), Mamba and other recurrent states, multimodal
-rotary positions, sampling split over tensor-parallel ranks (`batch_shard`) and watermarking. A launch of one of those
-kernels fails with "'function' object is not subscriptable". Top-k and top-p need no kernel: without Triton vLLM takes
-its own torch version.
+Not covered: other proposers of draft tokens, adaptive verification (`acceptance_estimator`), Mamba and other recurrent
+states, multimodal rotary positions, sampling split over tensor-parallel ranks (`batch_shard`) and watermarking. A
+launch of one of those kernels fails with "'function' object is not subscriptable", a watermark in the rejection sampler
+with NotImplementedError. Top-k and top-p need no kernel: without Triton vLLM takes its own torch version.
 """
 
 from __future__ import annotations

@@ -103,11 +103,11 @@ def gumbel_sample(
     sampled = np.flatnonzero(temperature != 0.0)
     chunk_rows = max(1, _CHUNK_ELEMENTS // vocab_size)
     if sampled.size == 0:
-        _block_argmax(float32_array(logits_ptr), BLOCK_SIZE, slice(None), local_argmax, local_max)
+        block_argmax(float32_array(logits_ptr), BLOCK_SIZE, slice(None), local_argmax, local_max)
         return
     for begin in range(0, greedy.size, chunk_rows):
         rows = greedy[begin : begin + chunk_rows]
-        _block_argmax(float32_array(logits_ptr[torch.from_numpy(rows)]), BLOCK_SIZE, rows, local_argmax, local_max)
+        block_argmax(float32_array(logits_ptr[torch.from_numpy(rows)]), BLOCK_SIZE, rows, local_argmax, local_max)
 
     seeds, positions = seeds_ptr.numpy(), pos_ptr.numpy()
     for begin in range(0, sampled.size, chunk_rows):
@@ -120,10 +120,10 @@ def gumbel_sample(
             logits = logits / temperature[rows, None]
         noised = gumbel_noise(seeds[idx[rows]], positions[rows], vocab_size, is_drafting=IS_DRAFTING, use_fp64=USE_FP64)
         noised += logits
-        _block_argmax(noised, BLOCK_SIZE, rows, local_argmax, local_max)
+        block_argmax(noised, BLOCK_SIZE, rows, local_argmax, local_max)
 
 
-def _block_argmax(
+def block_argmax(
     values: np.ndarray, block_size: int, rows: np.ndarray | slice, local_argmax: np.ndarray, local_max: np.ndarray
 ) -> None:
     """Write the greatest value of each block of `values` [num_rows, vocab_size], and its lowest index."""

@@ -9,13 +9,19 @@ from typing import Any
 
 from vllm_handoff.worker.cpu_kernels import (
     block_table,
+    block_verification,
+    draft_inputs,
     gumbel,
     input_batch,
     kv_cache,
     logit_filters,
+    logits_stats,
     logprobs,
+    ngram,
     penalties,
     prompt_embeds,
+    rejection,
+    resampling,
     sampler_output,
     staged_writes,
     thinking_budget,
@@ -24,6 +30,9 @@ from vllm_handoff.worker.cpu_kernels import (
 NativeKernel = Callable[..., None]
 
 _RUNNER = "vllm.v1.worker.gpu"
+_AUTOREGRESSIVE = f"{_RUNNER}.spec_decode.target_dependent_ar.speculator"
+_NGRAM = f"{_RUNNER}.spec_decode.ngram.speculator"
+_REJECTION = f"{_RUNNER}.spec_decode.rejection_sampler"
 
 # Kernel's qualified name -> native version with the kernel's parameter names.
 NATIVE_KERNELS: dict[str, NativeKernel] = {
@@ -58,6 +67,22 @@ NATIVE_KERNELS: dict[str, NativeKernel] = {
     f"{_RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": sampler_output.apply_grammar_bitmask,
     f"{_RUNNER}.metrics.logits._num_nans_kernel": sampler_output.num_nans,
     f"{_RUNNER}.model_states.prompt_embeds._apply_prompt_embeds_kernel": prompt_embeds.apply_prompt_embeds,
+    f"{_AUTOREGRESSIVE}._prepare_prefill_inputs_kernel": draft_inputs.prepare_draft_prefill,
+    f"{_AUTOREGRESSIVE}._prepare_decode_inputs_kernel": draft_inputs.prepare_draft_decode,
+    f"{_AUTOREGRESSIVE}._update_draft_inputs_kernel": draft_inputs.update_draft_inputs,
+    f"{_RUNNER}.spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel": (
+        draft_inputs.prepare_standalone_prefill
+    ),
+    f"{_NGRAM}._ngram_scan_kernel": ngram.scan_for_matches,
+    f"{_NGRAM}._ngram_finalize_kernel": ngram.propose_drafts,
+    f"{_REJECTION}._flatten_sampled_kernel": rejection.flatten_sampled,
+    f"{_REJECTION}._gather_draft_sampled_kernel": rejection.gather_draft_sampled,
+    f"{_REJECTION}_utils._compute_local_logits_stats_kernel": logits_stats.compute_local_logits_stats,
+    f"{_REJECTION}_utils._compute_cumulative_log_p_kernel": block_verification.compute_cumulative_log_p,
+    f"{_REJECTION}_utils._compute_local_residual_mass_kernel": block_verification.compute_local_residual_mass,
+    f"{_REJECTION}_utils._rejection_kernel": rejection.verify_drafts,
+    f"{_REJECTION}_utils._resample_kernel": resampling.resample,
+    f"{_REJECTION}_utils._insert_resampled_kernel": resampling.insert_resampled,
     "vllm.v1.worker.utils._zero_kv_blocks_kernel": kv_cache.zero_kv_blocks,
 }
 
@@ -89,7 +114,17 @@ def register_native_kernels() -> None:
         register_kernels(NATIVE_KERNELS)
     for name in GRID_KERNELS:
         _pass_grid(name)
+    _allow_ngram_without_triton()
     _registered = True
+
+
+def _allow_ngram_without_triton() -> None:
+    """Let vLLM's n-gram proposer start, whose kernels no longer need Triton.
+
+    The constructor of vLLM 0.32's `NgramGPUSpeculator` refuses to run unless its module's own HAS_TRITON is true, which
+    nothing else there reads. To be dropped once vLLM no longer asks, or counts registered kernels.
+    """
+    sys.modules[_NGRAM].HAS_TRITON = True  # type: ignore[attr-defined]
 
 
 def _pass_grid(name: str) -> None:

@@ -14,8 +14,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.backends import Backend, backends
 from triton.backends.compiler import GPUTarget
+from triton.language.extra import libdevice
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -52,6 +54,14 @@ def _with_bool_mask(store: Any) -> Any:
 
 # `scalar & block` of two conditions is int32 in the interpreter, which then refuses it as a mask.
 InterpreterBuilder.create_masked_store = _with_bool_mask(InterpreterBuilder.create_masked_store)
+
+
+def _log1p(value: Any) -> Any:
+    return tl.tensor(TensorHandle(np.log1p(value.handle.data), value.handle.dtype), value.type)
+
+
+# Of a device's own functions the interpreter has none: they return None there.
+libdevice.log1p = _log1p
 
 # Before any module of the runner: it puts CPU versions of streams, events and buffers in their place.
 import vllm.v1.worker.cpu.shm  # noqa: E402, F401
