@@ -197,6 +197,9 @@ class HandoffExecutor(Executor):
         )
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
+        if self.parallel_config.pipeline_parallel_size > 1:
+            # They came with the outputs: the scheduler has them.
+            return None
         return self.collective_rpc(
             "take_draft_token_ids",
             timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,

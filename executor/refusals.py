@@ -51,9 +51,22 @@ ALWAYS = (
 # Refused with more than one stage.
 WITH_STAGES = (
     Refusal(
-        "speculative decoding with pipeline parallelism",
-        lambda c: c.speculative_config is not None,
-        "drop --speculative-config or set --pipeline-parallel-size 1",
+        "speculative decoding by this method with pipeline parallelism",
+        lambda c: c.speculative_config is not None and not _drafts_with_stages(c.speculative_config),
+        "use ngram_gpu, eagle, eagle3 or mtp",
+    ),
+    # vLLM 0.32's synchronous scheduler gives wrong tokens there: with a request's round in flight it takes the drafts
+    # of another round for tokens that it may schedule.
+    Refusal(
+        "speculative decoding with pipeline parallelism and synchronous scheduling",
+        lambda c: c.speculative_config is not None and not c.scheduler_config.async_scheduling,
+        'drop --no-async-scheduling; for n-grams choose the method "ngram_gpu"',
+    ),
+    # Nothing in it is known to be wrong on a GPU; it has not been run on one.
+    Refusal(
+        "speculative decoding with pipeline parallelism on a GPU",
+        lambda c: c.speculative_config is not None and not _on_a_cpu(c),
+        "drop --speculative-config, set --pipeline-parallel-size 1, or use --distributed-executor-backend mp",
     ),
     Refusal(
         "pooling models with pipeline parallelism",
@@ -91,9 +104,9 @@ WITH_STAGES = (
 # Refused on a CPU, where no native version of the kernels exists: they would die in the worker.
 ON_A_CPU = (
     Refusal(
-        "speculative decoding on a CPU",
-        lambda c: c.speculative_config is not None,
-        "drop --speculative-config",
+        "speculative decoding by this method on a CPU",
+        lambda c: c.speculative_config is not None and not _tested(c.speculative_config),
+        "use ngram_gpu, eagle, eagle3, mtp or draft_model, or drop --speculative-config",
     ),
     Refusal(
         "pooling models on a CPU",
@@ -123,6 +136,26 @@ ON_A_CPU = (
 )
 
 
+def _on_a_cpu(config: Any) -> bool:
+    return bool(config.device_config.device_type == "cpu")
+
+
+def _drafts_with_stages(speculative: Any) -> bool:
+    """Whether the method was seen to give the right tokens over stages.
+
+    A draft model of vLLM 0.32 is divided among the stages as the target is, and is not run as such.
+    """
+    return _tested(speculative) and speculative.method != "draft_model"
+
+
+def _tested(speculative: Any) -> bool:
+    return (
+        speculative.method in ("ngram", "ngram_gpu", "eagle", "eagle3", "mtp", "draft_model")
+        and not (speculative.use_gemma4_mtp() or speculative.use_multi_module_mtp())
+        and not speculative.enable_adaptive_verification
+    )
+
+
 def check_supported(vllm_config: Any) -> None:
     """Refuse a configuration on the lists above.
 
@@ -130,7 +163,6 @@ def check_supported(vllm_config: Any) -> None:
         UnsupportedFeatureError: with what is refused and what to do instead.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    on_a_cpu = vllm_config.device_config.device_type == "cpu"
-    for refusal in ALWAYS + (WITH_STAGES if stages > 1 else ()) + (ON_A_CPU if on_a_cpu else ()):
+    for refusal in ALWAYS + (WITH_STAGES if stages > 1 else ()) + (ON_A_CPU if _on_a_cpu(vllm_config) else ()):
         if refusal.applies(vllm_config):
             raise UnsupportedFeatureError(f"vllm-handoff does not run {refusal.what} yet: {refusal.remedy}.")

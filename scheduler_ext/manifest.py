@@ -43,8 +43,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         round: the round's number, counted from 0 by the scheduler.
         num_tokens: rows of hidden states that cross each stage boundary;
             0 means that nothing crosses and nobody receives.
-        width: token columns of a handoff row (1, or 1 + drafts). Fixed by
-            configuration, so sender and receiver can never count differently.
+        width: token columns of a handoff row (1, or 1 + drafts); with drafts,
+            as many draft columns less one follow. Fixed by configuration, so
+            sender and receiver can never count differently.
         rows: the round's requests in batch order, if it hands off; else empty.
         needs: rounds, oldest first, whose handoffs a receiving stage must have
             applied before it builds this round's inputs. Over all rounds, every
@@ -84,9 +85,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def payload_size(self) -> int:
-        """int64 elements of the packed handoff: the header, then per row the number
-        of tokens sampled, the number rejected, and `width` tokens."""
-        return HEADER_SIZE + len(self.rows) * (2 + self.width)
+        """int64 elements of the packed handoff: the header, then per row the number of tokens sampled,
+        the number rejected, `width` tokens, and `width` - 1 draft tokens for the next round."""
+        return HEADER_SIZE + len(self.rows) * (1 + 2 * self.width)
 
 
 def attach(scheduler_output: Any, manifest: Manifest) -> None:

@@ -10,9 +10,10 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_handoff.scheduler_ext.drafts import drafts_of
 from vllm_handoff.scheduler_ext.ledger import HandoffLedger, ScheduledRow, batch_order
 from vllm_handoff.scheduler_ext.manifest import attach, manifest_of
 from vllm_handoff.scheduler_ext.policy import EvenRounds
@@ -44,6 +45,8 @@ class ManifestMixin(_Base):
         self._stages = stages
         # Requests of each round in flight, oldest first: of rounds without tokens too, which wait in the same queue.
         self._in_flight: dict[int, dict[str, Request]] = {}
+        # Of requests with a grammar: the newest that were proposed.
+        self._drafts: dict[str, list[int]] = {}
         # What rounds that were not dispatched had to tell the workers: it goes out with the next one.
         self._untold_finished: set[str] = set()
         self._untold_preempted: set[str] = set()
@@ -76,11 +79,23 @@ class ManifestMixin(_Base):
         assert manifest is not None
         # vLLM finds a row's request by id alone. A request that was aborted in
         # flight and whose id is in use again would get the old one's token.
+        drafts = drafts_of(model_runner_output)
         for req_id, request in self._in_flight.pop(manifest.round).items():
             current = self.requests.get(req_id)
             if current is not None and current is not request:
                 del scheduler_output.num_scheduled_tokens[req_id]
+            elif current is not None and current.use_structured_output and req_id in drafts:
+                self._drafts[req_id] = drafts[req_id]
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._drafts and scheduler_output.has_structured_output_requests:
+            # Whose grammar is asked has no round in flight before this one: its newest drafts are those it will verify.
+            for req_id in [req_id for req_id in self._drafts if req_id not in self.requests]:
+                del self._drafts[req_id]
+            newest = DraftTokenIds(list(self._drafts), [list(drafts) for drafts in self._drafts.values()])
+            self.update_draft_token_ids_in_output(newest, scheduler_output)
+        return super().get_grammar_bitmask(scheduler_output)
 
     def _scheduled_rows(self, output: SchedulerOutput) -> Sequence[ScheduledRow]:
         admitted = {new.req_id for new in output.scheduled_new_reqs}

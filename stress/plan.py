@@ -35,6 +35,7 @@ class Mix:
         prefix: share of requests that begin like others.
         vocabulary: tokens of prompts are below this number.
         pool: requests are drawn from that many different ones; 0: each is new.
+        drafts: the engine decodes speculatively, and so takes no request with min_p or logit_bias.
     """
 
     seed: int = 0
@@ -51,6 +52,7 @@ class Mix:
     prefix: float = 0.2
     vocabulary: int = VOCABULARY
     pool: int = 0
+    drafts: bool = False
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Mix:
@@ -167,6 +169,8 @@ def _ask(mix: Mix, rng: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]
             params["min_tokens"] = rng.randint(1, params["max_tokens"])
     if rng.random() < mix.sampling:
         params |= _sampling_options(rng, low, high)
+    if mix.drafts:
+        params = {name: value for name, value in params.items() if name not in ("min_p", "logit_bias")}
     return tuple(prompt), params
 
 

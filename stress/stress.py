@@ -113,6 +113,7 @@ def mix_of(args: argparse.Namespace) -> Mix:
         seed=args.seed, rate=args.rate, prompt=tuple(args.prompt), output=tuple(args.output),
         outstanding=args.outstanding, abort=args.abort, burst=args.burst, drain=args.drain, stop=args.stop,
         sampling=sampling, structured=args.structured, vocabulary=vocabulary, pool=0 if toy else args.pool,
+        drafts=any(item.startswith("speculative_config=") for item in args.set),
     )  # fmt: skip
 
 

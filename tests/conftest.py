@@ -46,6 +46,12 @@ def tiny_qwen3() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_mtp() -> Path:
+    """Folder of a four-layer MiMo with a layer that proposes tokens, random weights (512 tokens, context 1024)."""
+    return _model("tiny-mtp")
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct. The first use downloads 93 MB and takes about two minutes."""
     return _model("smollm2-135m")

@@ -7,6 +7,7 @@ changes: every cached copy made by another version is then made anew.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def _save_byte_level_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _save_tiny(folder: Path, config_class: str, model_class: str, **extra: Any) -> None:
+def _tiny(config_class: str, model_class: str, **extra: Any) -> Any:
     """A four-layer model with random weights: a few megabytes, the same on every machine."""
     import torch
     import transformers
@@ -96,18 +97,99 @@ def _save_tiny(folder: Path, config_class: str, model_class: str, **extra: Any) 
             # ever, and a lost or doubled token would not show. Spread, it wanders.
             if parameter.dim() >= 2:
                 parameter.mul_(5.0)
-    model.to(torch.float32).save_pretrained(folder)
-    _save_byte_level_tokenizer(folder)
+    return model.to(torch.float32)
 
 
 def make_tiny_llama(folder: Path, cache: Path, say: Say) -> None:
     say("writing four layers of random weights")
-    _save_tiny(folder, "LlamaConfig", "LlamaForCausalLM")
+    _tiny("LlamaConfig", "LlamaForCausalLM").save_pretrained(folder)
+    _save_byte_level_tokenizer(folder)
 
 
 def make_tiny_qwen3(folder: Path, cache: Path, say: Say) -> None:
     say("writing four layers of random weights")
-    _save_tiny(folder, "Qwen3Config", "Qwen3ForCausalLM", head_dim=32)
+    _tiny("Qwen3Config", "Qwen3ForCausalLM", head_dim=32).save_pretrained(folder)
+    _save_byte_level_tokenizer(folder)
+
+
+def _save_weights(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    _save_byte_level_tokenizer(folder)
+
+
+def make_tiny_mtp(folder: Path, cache: Path, say: Say) -> None:
+    """Four layers and one that proposes a token more, a copy of the first."""
+    import torch
+
+    say("writing five layers of random weights")
+    model = _tiny("Qwen2Config", "Qwen2ForCausalLM")
+    with torch.no_grad():
+        # So that about half of what one layer proposes is what four would say.
+        embedding = model.model.embed_tokens.weight
+        embedding.copy_(torch.nn.functional.rms_norm(embedding, embedding.shape[1:]))
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight.mul_(0.2)
+            layer.mlp.down_proj.weight.mul_(0.2)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    first = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
+    weights |= {name.replace("layers", "mtp_layers"): weight.clone() for name, weight in first.items()}
+    hidden = model.config.hidden_size
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"model.mtp_layers.0.{name}.weight"] = torch.ones(hidden)
+    # It looks at the token alone.
+    weights["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
+    config = model.config.to_dict() | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    _save_weights(folder, config, weights)
+
+
+def _draft_of_tiny_llama() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configuration and weights of a draft of one layer, the first of tiny-llama, with an embedding of its own."""
+    target = _tiny("LlamaConfig", "LlamaForCausalLM")
+    weights = {name: weight.clone() for name, weight in target.state_dict().items()}
+    kept = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
+    kept["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    config = target.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    return config, {name.removeprefix("model."): weight for name, weight in kept.items()}
+
+
+def make_tiny_eagle(folder: Path, cache: Path, say: Say) -> None:
+    import torch
+
+    say("writing a layer of random weights")
+    config, weights = _draft_of_tiny_llama()
+    del weights["layers.0.input_layernorm.weight"]
+    hidden = config["hidden_size"]
+    # It looks at the token alone.
+    weights["fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+    _save_weights(folder, config, weights)
+
+
+def make_tiny_eagle3(folder: Path, cache: Path, say: Say) -> None:
+    import torch
+
+    say("writing a layer of random weights")
+    config, weights = _draft_of_tiny_llama()
+    hidden = config["hidden_size"]
+    weights = {name.replace("layers.0.", "midlayer."): weight for name, weight in weights.items()}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        # Token and hidden state side by side.
+        weight = weights[f"midlayer.self_attn.{name}.weight"]
+        weights[f"midlayer.self_attn.{name}.weight"] = torch.cat([weight, weight / 5], 1)
+    torch.manual_seed(1)
+    weights |= {
+        "midlayer.hidden_norm.weight": torch.ones(hidden),
+        "norm.weight": torch.ones(hidden),
+        "fc.weight": torch.randn(hidden, 3 * hidden) / hidden**0.5,
+        "lm_head.weight": torch.randn(VOCABULARY, hidden) / hidden**0.5,
+    }
+    # States of layers on the first, the second and the third of four stages.
+    config |= {"draft_vocab_size": VOCABULARY, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    _save_weights(folder, config, weights)
 
 
 def sha256_of(path: Path) -> str:
@@ -184,6 +266,11 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 RECIPES: dict[str, Recipe] = {
     "tiny-llama": Recipe("Llama shape, 4 layers, random weights, byte-level tokenizer (2 MB)", 1, make_tiny_llama),
     "tiny-qwen3": Recipe("Qwen3 shape, 4 layers, random weights, byte-level tokenizer (2 MB)", 1, make_tiny_qwen3),
+    "tiny-mtp": Recipe(
+        "MiMo shape, 4 layers and one for multi-token prediction, random weights (3 MB)", 1, make_tiny_mtp
+    ),
+    "tiny-eagle": Recipe("EAGLE draft for tiny-llama, of random weights (1 MB)", 1, make_tiny_eagle),
+    "tiny-eagle3": Recipe("EAGLE3 draft for tiny-llama, of random weights (1 MB)", 1, make_tiny_eagle3),
     "smollm2-135m": Recipe("SmolLM2-135M-Instruct, a real small model (270 MB, a minute or two)", 1, make_smollm2),
 }
 

@@ -42,12 +42,26 @@ class Sampled(NamedTuple):
     num_rejected: torch.Tensor
 
 
+class Drafts(NamedTuple):
+    """Tokens that the last stage proposes for the next round of each request.
+
+    Attributes:
+        slots: int64 [rows], request slots. Rows to be dropped are replaced by
+            repetitions of one that is not, so that the shape is that of the round.
+        tokens: int64 [rows, width - 1], of those slots.
+    """
+
+    slots: torch.Tensor
+    tokens: torch.Tensor
+
+
 def pack(
     manifest: Manifest,
     header: torch.Tensor,
     sampled_tokens: torch.Tensor,
     num_sampled: torch.Tensor,
     num_rejected: torch.Tensor,
+    drafts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pack a round's tokens into one int64 tensor of `manifest.payload_size` elements.
 
@@ -55,11 +69,15 @@ def pack(
         header: int64 [4] that the device reads, the manifest's header.
         sampled_tokens: int64 [rows, at most manifest.width].
         num_sampled, num_rejected: integer [rows].
+        drafts: int64 [rows, manifest.width - 1], if the width is above 1.
     """
     rows, columns = sampled_tokens.shape
     if columns < manifest.width:
         sampled_tokens = torch.nn.functional.pad(sampled_tokens, (0, manifest.width - columns))
-    payload = torch.cat((header, num_sampled, num_rejected, sampled_tokens.reshape(-1)))
+    parts = [header, num_sampled, num_rejected, sampled_tokens.reshape(-1)]
+    if drafts is not None:
+        parts.append(drafts.reshape(-1))
+    payload = torch.cat(parts)
     assert payload.dtype == torch.int64, f"round {manifest.round}: {payload.dtype} tokens"
     assert rows == len(manifest.rows) and payload.numel() == manifest.payload_size, (
         f"round {manifest.round}: {rows} rows x {columns} tokens do not fit its manifest"
@@ -67,11 +85,12 @@ def pack(
     return payload
 
 
-def unpack(manifest: Manifest, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of a payload: sampled tokens [rows, width], numbers sampled [rows], numbers rejected [rows]."""
-    rows = len(manifest.rows)
-    _, num_sampled, num_rejected, tokens = payload.split((HEADER_SIZE, rows, rows, rows * manifest.width))
-    return tokens.view(rows, manifest.width), num_sampled, num_rejected
+def unpack(manifest: Manifest, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a payload: tokens [rows, width], numbers sampled and rejected [rows], drafts [rows, width - 1]."""
+    rows, width = len(manifest.rows), manifest.width
+    sizes = (HEADER_SIZE, rows, rows, rows * width, rows * (width - 1))
+    _, num_sampled, num_rejected, tokens, drafts = payload.split(sizes)
+    return tokens.view(rows, width), num_sampled, num_rejected, drafts.view(rows, width - 1)
 
 
 class _Arriving(NamedTuple):
@@ -143,10 +162,15 @@ class HandoffSender:
         self._headers = HostArrays(HEADER_SIZE, MOST_UNDER_WAY + 2, device)
 
     def send(
-        self, manifest: Manifest, sampled_tokens: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+        self,
+        manifest: Manifest,
+        sampled_tokens: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        drafts: torch.Tensor | None = None,
     ) -> None:
         """Send a round's tokens. Called for rounds whose manifest says so, and for no others."""
-        payload = pack(manifest, self._headers.put(manifest.header), sampled_tokens, num_sampled, num_rejected)
+        payload = pack(manifest, self._headers.put(manifest.header), sampled_tokens, num_sampled, num_rejected, drafts)
         for peer in self._receivers:
             peer.send(payload, f"round {manifest.round}, handoff")
 
@@ -176,6 +200,9 @@ class HandoffReceiver:
         self._device = device
         # The header check lets no more handoffs than that be ahead of the device, so what comes round again was read.
         self._mappings = HostArrays(num_slots, MOST_UNDER_WAY + 2, device)
+        # Of drafts: slots, and rows of the payload.
+        self._draft_slots = HostArrays(num_slots, MOST_UNDER_WAY + 2, device)
+        self._draft_rows = HostArrays(num_slots, MOST_UNDER_WAY + 2, device)
         self._generation = np.full(num_slots, _FREE, dtype=np.int64)
         self._under_way: deque[_Announced] = deque()
         self.header_check = HeaderCheck(device, stage)
@@ -216,8 +243,10 @@ class HandoffReceiver:
         # Copied: the batch's own array may be a buffer that a later round fills anew.
         self._under_way.append(_Announced(manifest, payload, receive, slots.astype(np.int64), generations))
 
-    def take(self, needs: Iterable[int]) -> Iterator[Sampled]:
+    def take(self, needs: Iterable[int]) -> Iterator[tuple[Sampled, Drafts | None]]:
         """Wait for the handoffs of the given rounds and yield them, oldest first.
+
+        Drafts come with them if the manifest's width is above 1.
 
         Raises:
             TransferError: the next handoff under way is another round's.
@@ -233,7 +262,16 @@ class HandoffReceiver:
             alive = self._generation[slots] == generations
             if alive.any():
                 mapping = self._mappings.put(np.where(alive, slots, -1))
-                yield Sampled(mapping, *unpack(manifest, payload))
+                *sampled, drafts = unpack(manifest, payload)
+                yield Sampled(mapping, *sampled), self._drafts(slots, alive, drafts) if manifest.width > 1 else None
+
+    def _drafts(self, slots: np.ndarray, alive: np.ndarray, drafts: torch.Tensor) -> Drafts:
+        rows = np.arange(len(slots))
+        if not alive.all():
+            # A selection of rows by a mask would make the host wait for the device to count them.
+            rows = np.where(alive, rows, int(np.flatnonzero(alive)[0]))
+            drafts = drafts[self._draft_rows.put(rows)]
+        return Drafts(self._draft_slots.put(slots[rows]), drafts)
 
     def drain(self) -> None:
         """Receive and drop every handoff under way, so that the channel is empty."""

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config import ModelConfig
 from vllm.v1.worker.gpu import model_runner as v2
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_handoff.scheduler_ext.manifest import Manifest
+from vllm_handoff.worker.draft_output import OutputWithDrafts
 from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
 from vllm_handoff.worker.recorder import Mark, Recorder
 
@@ -36,6 +38,8 @@ class ManifestHandler(PPHandler):
         self.aux_hidden_state_relay_keys = ()
         self.req_idx_gen_np = np.zeros(0, dtype=np.int32)
         self.manifest: Manifest | None = None
+        # With speculative decoding, what was sampled waits for the drafts that are proposed after it.
+        self._sampled: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.sender: HandoffSender | None = None
         self.receiver: HandoffReceiver | None = None
 
@@ -63,10 +67,21 @@ class ManifestHandler(PPHandler):
         manifest = self._checked(input_batch)
         if manifest.handoff:
             assert self.sender is not None
-            self.sender.send(manifest, sampled_token_ids, num_sampled, num_rejected)
+            if manifest.width > 1:
+                self._sampled = sampled_token_ids, num_sampled, num_rejected
+            else:
+                self.sender.send(manifest, sampled_token_ids, num_sampled, num_rejected)
 
     def broadcast_drafts(self, draft_tokens: torch.Tensor, input_batch: Any) -> None:
-        raise AssertionError("speculative decoding with pipeline parallelism is refused at start")
+        """Called by the last stage once the drafts for the next round are there, by request slot [slots, drafts].
+
+        Tokens and drafts travel together: whoever needs the one needs the other.
+        """
+        manifest = self._checked(input_batch)
+        if manifest.handoff:
+            assert self.sender is not None and self._sampled is not None, f"round {manifest.round}: nothing was sampled"
+            sampled, self._sampled = self._sampled, None
+            self.sender.send(manifest, *sampled, draft_tokens[input_batch.idx_mapping])
 
     def _checked(self, input_batch: Any) -> Manifest:
         manifest = self.manifest
@@ -91,6 +106,34 @@ def _manifest_handler() -> Iterator[None]:
         v2.PPHandler = before  # type: ignore[misc]
 
 
+@contextlib.contextmanager
+def _draft_layers_behind_the_whole_target(speculator: Any) -> Iterator[None]:
+    """While the proposer's model loads, its layers are numbered from the end of the whole target model.
+
+    Why a patch: the EAGLE models of vLLM 0.32 number theirs from how many layers
+    this stage has, and so on the last of several stages take names that layers
+    of the target have ("Duplicate layer name"). Can go once they ask for the total.
+    """
+    load = getattr(speculator, "load_model", None)
+    if load is None:
+        yield
+        return
+
+    def load_model(*args: Any, **kwargs: Any) -> None:
+        before = ModelConfig.get_num_layers
+        ModelConfig.get_num_layers = lambda config, _: config.get_total_num_hidden_layers()  # type: ignore[method-assign]
+        try:
+            load(*args, **kwargs)
+        finally:
+            ModelConfig.get_num_layers = before  # type: ignore[method-assign]
+
+    speculator.load_model = load_model
+    try:
+        yield
+    finally:
+        del speculator.load_model
+
+
 class ManifestRunnerMixin(_Base):
     """The hooks of the V2 runner that a manifest takes over. Mixed into the GPU's and the CPU's runner alike."""
 
@@ -101,18 +144,34 @@ class ManifestRunnerMixin(_Base):
         with _manifest_handler():
             super().__init__(vllm_config, device)
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with _draft_layers_behind_the_whole_target(self.speculator):
+            super().load_model(*args, **kwargs)
+
     def begin_round(self, manifest: Manifest) -> None:
         """Set the manifest that the round about to run obeys."""
         if self.pp_handler is not None:
             self.pp_handler.manifest = manifest
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        handler = self.draft_tokens_handler
+        if self.pp_handler is None or self.speculator is None or handler.draft_tokens_np is None:
+            return output
+        # One of its own: the handler's is recorded again in the next round, perhaps before this is waited for.
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record(handler.copy_stream)
+        return OutputWithDrafts(output, handler.req_ids, handler.draft_tokens_np, arrived)
 
     def update_pp_decode_requests(self) -> None:
         """Apply the handoffs that this round needs. vLLM calls it first in every round."""
         if self.pp_handler is None or self.pp_handler.receiver is None:
             return
         assert self.pp_handler.manifest is not None
-        for sampled in self.pp_handler.receiver.take(self.pp_handler.manifest.needs):
+        for sampled, drafts in self.pp_handler.receiver.take(self.pp_handler.manifest.needs):
             self.postprocess_sampled(**sampled._asdict())
+            if drafts is not None:
+                self.req_states.draft_tokens[drafts.slots] = drafts.tokens
         self.recorder.mark(Mark.HANDOFF)
 
     def add_requests(self, scheduler_output: Any) -> None:

@@ -14,11 +14,13 @@ ROWS_ON_CPU = (1, 16)
 
 
 def measure_stage(runner: Any, device: torch.device) -> list[tuple[int, float]]:
-    """(rows, seconds) of this stage for rounds of one token a row, the head included where this stage has it.
+    """(rows, seconds) of this stage for decoding rounds, the head included where this stage has it.
 
-    Without transfers and with the shortest context, so a real round takes longer.
+    A row has one token, and with speculative decoding its drafts beside it,
+    whose proposer runs too. Without transfers and with the shortest context,
+    so a real round takes longer.
     """
-    most = min(runner.max_num_reqs, runner.max_num_tokens)
+    most = min(runner.max_num_reqs, runner.max_num_tokens // runner.decode_query_len)
     rows = [count for count in (ROWS_ON_GPU if device.type == "cuda" else ROWS_ON_CPU) if count <= most]
     points = []
     for count in rows:
@@ -37,9 +39,10 @@ def measure_stage(runner: Any, device: torch.device) -> list[tuple[int, float]]:
 
 @torch.inference_mode()
 def _run(runner: Any, count: int) -> None:
-    hidden_states, _ = runner._dummy_run(count, uniform_decode=True, skip_eplb=True)
+    tokens = count * runner.decode_query_len
+    hidden_states, _ = runner._dummy_run(tokens, uniform_decode=True, skip_eplb=True)
     if runner.is_last_pp_rank and hidden_states is not None:
-        runner.model.compute_logits(hidden_states[:count]).argmax(dim=-1)
+        runner.model.compute_logits(hidden_states[:tokens]).argmax(dim=-1)
 
 
 def _settle(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
@@ -33,8 +34,9 @@ class StageLinks:
         self._recorder = recorder
         self._handler = runner.pp_handler
 
-        # Only the first stage embeds tokens; those between never look at them.
-        receivers = (0,)
+        # Only the first stage embeds tokens; those between never look at them. How many drafts of a
+        # request were rejected, and so where its next token stands, every stage must know.
+        receivers = tuple(range(stages - 1)) if vllm_config.num_speculative_tokens else (0,)
         hops = [(s, s + 1) for s in range(stages - 1)]
         handoffs = [(stages - 1, s) for s in receivers]
         links = _connect(pp, hops, handoffs, device, vllm_config)
@@ -46,24 +48,21 @@ class StageLinks:
             self._handler.receiver = HandoffReceiver(link, device, stage, runner.max_num_reqs)
 
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        example = runner.model.make_empty_intermediate_tensors(
-            batch_size=1, dtype=vllm_config.model_config.dtype, device=device
-        )
-        layout = HopLayout.of(example.tensors)
+        layouts = _layouts(pp, runner, vllm_config, device)
         self._hop_sender: HopSender | None = None
         self._hop_receiver: HopReceiver | None = None
         if not pp.is_last_rank:
             depth = HandoffSettings.of(vllm_config).rounds_in_flight(stages)
             self._hop_sender = HopSender(
-                links["hop", stage, stage + 1], layout, max_tokens, device, buffers=stages,
+                links["hop", stage, stage + 1], layouts[stage + 1], max_tokens, device, buffers=stages,
                 few_tokens=runner.max_num_reqs * runner.decode_query_len, small_buffers=depth,
             )  # fmt: skip
         if not pp.is_first_rank:
-            self._hop_receiver = HopReceiver(links["hop", stage - 1, stage], layout, max_tokens, device)
+            self._hop_receiver = HopReceiver(links["hop", stage - 1, stage], layouts[stage], max_tokens, device)
         self._take_over(pp)
         logger.info(
             "Stage %d of %d: hop rows of %d x %s, handoff received by stages %s, links by %s",
-            stage, stages, layout.width, str(layout.dtype).removeprefix("torch."), list(receivers),
+            stage, stages, layouts[max(1, stage)].width, str(layouts[-1].dtype).removeprefix("torch."), list(receivers),
             next(iter(links.values())).description if links else "nothing",
         )  # fmt: skip
 
@@ -98,6 +97,20 @@ class StageLinks:
         assert manifest is not None and receiver is not None
         tensors, pending = receiver.post(manifest.round, manifest.num_tokens)
         return tensors, [_Marked(pending, self._recorder)], []
+
+
+def _layouts(pp: Any, runner: Any, vllm_config: Any, device: torch.device) -> list[HopLayout]:
+    """What each stage receives. Collective, at start.
+
+    Each stage says it of itself: with EAGLE3 a stage also receives the states
+    that the proposer reads of the layers before, so no two are alike.
+    """
+    dtype = vllm_config.model_config.dtype
+    example = runner.model.make_empty_intermediate_tensors(batch_size=1, dtype=dtype, device=device)
+    mine = HopLayout.of(example.tensors)
+    layouts: list[HopLayout] = [mine] * pp.world_size
+    dist.all_gather_object(layouts, mine, group=pp.cpu_group)
+    return layouts
 
 
 def _connect(

@@ -68,7 +68,7 @@ def first_stage(rounds: list[Manifest], links: dict[str, Link], device: torch.de
     newest = [torch.arange(ROWS, dtype=torch.int64, device=device) for _ in range(LAG)]
     for manifest in rounds:
         stop()
-        for sampled in receiver.take(manifest.needs):
+        for sampled, _ in receiver.take(manifest.needs):
             newest[manifest.round % LAG][sampled.idx_mapping] = sampled.sampled_tokens[:, 0]
         stop()
         states = torch.zeros(manifest.num_tokens, WIDE, device=device)

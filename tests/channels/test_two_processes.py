@@ -111,7 +111,7 @@ def _handoff_role(rank: int, group: dist.ProcessGroup) -> Any:
         receiver.announce(m, slots[: len(m.rows)])
         if m.round % 3 != 2:
             continue
-        for taken, sampled in enumerate(receiver.take([m.round - 2, m.round - 1, m.round])):
+        for taken, (sampled, _) in enumerate(receiver.take([m.round - 2, m.round - 1, m.round])):
             number = m.round - 2 + taken
             count = 1 + number % 5
             assert sampled.idx_mapping.tolist() == [7 - i for i in range(count)]
@@ -141,7 +141,38 @@ def _dropping_role(rank: int, group: dist.ProcessGroup) -> Any:
     receiver.forget(6)  # gone
     receiver.forget(7)
     receiver.admit([7], 5)  # gone, and its slot in use again
-    return [sampled.idx_mapping.tolist() for sampled in receiver.take([4])]
+    return [sampled.idx_mapping.tolist() for sampled, _ in receiver.take([4])]
+
+
+def _drafts_role(rank: int, group: dist.ProcessGroup) -> Any:
+    m = Manifest(4, 9, width=3, rows=tuple(Row(f"r{i}", 0, True) for i in range(3)))
+    if rank == 1:
+        KEEP.append(HandoffSender([Peer(group, 0, 0)], CPU))
+        tokens = torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0]])
+        drafts = torch.tensor([[11, 12], [13, 14], [15, 16]])
+        KEEP[0].send(m, tokens, torch.tensor([3, 1, 2]), torch.tensor([0, 2, 1]), drafts)
+        return None
+    receiver = HandoffReceiver(Peer(group, 1, 1), CPU, 0, num_slots=8)
+    receiver.admit([5, 6, 7], 0)
+    receiver.announce(m, np.array([5, 6, 7]))
+    receiver.forget(5)  # and the slot is given to another request
+    receiver.admit([5], 5)
+    [(sampled, drafts)] = receiver.take([4])
+    assert drafts is not None
+    kept = torch.full((8, 2), -9)
+    kept[drafts.slots] = drafts.tokens
+    return sampled.idx_mapping.tolist(), [row.tolist() for row in sampled[1:]], drafts.tokens.shape, kept[5:].tolist()
+
+
+@pytest.mark.timeout(120)
+def test_drafts_travel_with_the_tokens_and_go_to_the_living_alone(tmp_path: Path) -> None:
+    found, _ = run_pair(tmp_path, _drafts_role)
+    assert found == (
+        [-1, 6, 7],
+        [[[1, 2, 3], [4, 0, 0], [5, 6, 0]], [3, 1, 2], [0, 2, 1]],
+        (3, 2),
+        [[-9, -9], [13, 14], [15, 16]],
+    )
 
 
 @pytest.mark.timeout(120)

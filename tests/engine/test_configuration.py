@@ -145,7 +145,6 @@ def test_other_backends_are_untouched(new_process: NewProcess, args: dict[str, A
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
         ({"runner": "pooling"}, "pooling models"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
     ],
@@ -155,6 +154,13 @@ def test_refused_with_more_than_one_stage(
 ) -> None:
     with pytest.raises(EngineProcessError, match=f"vllm-handoff does not run {what} with pipeline parallelism yet: "):
         process.run(configurations.create, **args, **TWO_STAGES, **more)
+
+
+def test_drafts_with_stages_need_asynchronous_scheduling(process: EngineProcess, args: dict[str, Any]) -> None:
+    more = {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}}
+    process.run(configurations.create, **args, **TWO_STAGES, **more)
+    with pytest.raises(EngineProcessError, match="and synchronous scheduling yet: drop --no-async-scheduling"):
+        process.run(configurations.create, **args, **TWO_STAGES, **more, async_scheduling=False)
 
 
 def test_the_v1_runner_is_refused(new_process: NewProcess, args: dict[str, Any]) -> None:
@@ -167,6 +173,7 @@ def _configuration(stages: int = 2, **different: Any) -> SimpleNamespace:
     config = SimpleNamespace(
         use_v2_model_runner=True,
         speculative_config=None,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
         kv_transfer_config=None,
         ec_transfer_config=None,
         parallel_config=SimpleNamespace(
@@ -198,19 +205,33 @@ def _configuration(stages: int = 2, **different: Any) -> SimpleNamespace:
     return config
 
 
+def _drafting(method: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        method=method,
+        use_gemma4_mtp=lambda: False,
+        use_multi_module_mtp=lambda: False,
+        enable_adaptive_verification=False,
+    )
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "the V1 model runner": {"use_v2_model_runner": False},
     "more than one node": {"parallel_config__nnodes": 2},
     "data parallelism": {"parallel_config__data_parallel_size": 2},
     "context parallelism": {"parallel_config__decode_context_parallel_size": 2},
-    "speculative decoding with pipeline parallelism": {"speculative_config": object()},
+    "speculative decoding by this method with pipeline parallelism": {"speculative_config": _drafting("dflash")},
+    "speculative decoding with pipeline parallelism and synchronous scheduling": {
+        "speculative_config": _drafting("ngram"),
+        "scheduler_config__async_scheduling": False,
+    },
+    "speculative decoding with pipeline parallelism on a GPU": {"speculative_config": _drafting("ngram")},
     "pooling models with pipeline parallelism": {"model_config__runner_type": "pooling"},
     "encoder-decoder models with pipeline parallelism": {"model_config__is_encoder_decoder": True},
     "diffusion models with pipeline parallelism": {"model_config__is_diffusion": True},
     "models with recurrent state (hybrid, Mamba) with pipeline parallelism": {"model_config__has_inner_state": True},
     "multimodal inputs with pipeline parallelism": {"model_config__supports_multimodal_inputs": True},
     "KV connectors with pipeline parallelism": {"kv_transfer_config": object()},
-    "speculative decoding on a CPU": {"speculative_config": object()},
+    "speculative decoding by this method on a CPU": {"speculative_config": _drafting("dflash")},
     "pooling models on a CPU": {"model_config__runner_type": "pooling"},
     "models with recurrent state (hybrid, Mamba) on a CPU": {"model_config__is_hybrid": True},
     "multimodal inputs on a CPU": {"model_config__supports_multimodal_inputs": True},

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
@@ -24,9 +24,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_handoff.executor import patches
+from vllm_handoff.scheduler_ext.ledger import batch_order
 from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
 from vllm_handoff.scheduler_ext.scheduler import HandoffScheduler, HandoffSyncScheduler
-from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
+from vllm_handoff.worker.handoff import Drafts, HandoffReceiver, HandoffSender, Sampled
 from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
 
 BLOCK = 16
@@ -80,10 +81,18 @@ class _Arrival:
 
 
 @cache
-def _configuration(model: Path, max_seqs: int, max_tokens: int, stages: int, asynchronous: bool) -> VllmConfig:
+def _configuration(
+    model: Path, max_seqs: int, max_tokens: int, stages: int, asynchronous: bool, drafts: int
+) -> VllmConfig:
     patches.apply()
+    model_config = ModelConfig(model=str(model), dtype="float32", seed=0)
+    speculative = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2, prompt_lookup_min=1,
+        target_model_config=model_config, target_parallel_config=ParallelConfig(),
+    ) if drafts else None  # fmt: skip
     config = VllmConfig(
-        model_config=ModelConfig(model=str(model), dtype="float32", seed=0),
+        model_config=model_config,
+        speculative_config=speculative,
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens, max_model_len=512,
             enable_chunked_prefill=True, is_encoder_decoder=False,
@@ -105,9 +114,10 @@ def make_scheduler(
     stages: int = 2,
     asynchronous: bool = True,
     split_rows: int = 0,
+    drafts: int = 0,
 ) -> Any:
-    """A real scheduler with `blocks` KV blocks of BLOCK tokens."""
-    config = _configuration(model, max_seqs, max_tokens, stages, asynchronous)
+    """A real scheduler with `blocks` KV blocks of BLOCK tokens, and speculative decoding with `drafts` above 0."""
+    config = _configuration(model, max_seqs, max_tokens, stages, asynchronous, drafts)
     config.additional_config = {"handoff": {"split_rows": split_rows}}
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -144,48 +154,101 @@ class Life:
         return [token(self.uid, self.prompt + i) for i in range(length)]
 
 
-class FirstStage:
-    """Keeps, per request slot, the newest token and the length; decodes must find the right ones there."""
+def proposal(uid: int, known: int, drafts: int) -> list[int]:
+    """What is proposed for the places behind `known` tokens: right up to a place that depends on both, then wrong."""
+    right = (7 * uid + 3 * known) % (drafts + 1)
+    return [token(uid, known + i) if i < right else -1 - i for i in range(drafts)]
+
+
+@dataclass
+class Slot:
+    """What a stage's device knows of a request."""
+
+    uid: int
+    prefill_len: int
+    computed: int
+    known: int  # tokens
+    newest: int
+    drafts: list[int]
+
+
+class Stage:
+    """What both stages do alike: know their requests, and work out a round's input tokens."""
 
     def __init__(self, pipeline: SimulatedPipeline) -> None:
         self.pipeline = pipeline
+        self.drafts = pipeline.scheduler.num_spec_tokens
+        self.known: dict[str, Slot] = {}
+
+    def admit(self, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids
+            uid = (tokens[0] - 1000) // 10_000
+            self.known[new.req_id] = Slot(
+                uid, len(tokens), new.num_computed_tokens, len(tokens), tokens[-1], [0] * self.drafts
+            )
+
+    def batch(self, output: Any) -> list[str]:
+        return batch_order(output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, 1 + self.drafts)
+
+    def inputs(self, output: Any, host_computed: dict[str, int]) -> list[int]:
+        """Input tokens of a round, request by request. A draft counts as a token."""
+        ids: list[int] = []
+        for req_id in self.batch(output):
+            slot, count = self.known[req_id], output.num_scheduled_tokens[req_id]
+            assert slot.computed <= host_computed[req_id], f"{req_id}: the host's count is no upper bound"
+            if slot.computed < slot.prefill_len:
+                ids += [token(slot.uid, slot.computed + i) for i in range(count)]
+                continue
+            assert slot.computed == slot.known - 1, f"{req_id} has lost count: {slot}"
+            assert slot.newest == token(slot.uid, slot.computed), f"{req_id} decodes from {slot.newest}"
+            assert len(output.scheduled_spec_decode_tokens.get(req_id, ())) == count - 1
+            ids += [slot.newest, *slot.drafts[: count - 1]]
+        return ids
+
+
+class FirstStage(Stage):
+    """Keeps what is handed to it per request slot; decodes must find the right tokens there."""
+
+    def __init__(self, pipeline: SimulatedPipeline) -> None:
+        super().__init__(pipeline)
         self.slots: dict[str, int] = {}
         self.free = list(range(pipeline.scheduler.max_num_running_reqs))
-        self.newest: dict[int, int] = {}  # slot -> newest token
-        self.length: dict[int, int] = {}  # slot -> tokens known
-        self.prefill_len: dict[str, int] = {}
-        self.uid: dict[str, int] = {}
         self.receiver = HandoffReceiver(RecordingPeer(pipeline.handoffs), CPU, 0, len(self.free))
         self.hop = HopSender(RecordingPeer(pipeline.hops), pipeline.layout, 64, CPU, buffers=2)
 
     def run(self, output: Any, manifest: Manifest) -> None:
-        for sampled in self.receiver.take(manifest.needs):
-            columns = (sampled.idx_mapping, sampled.sampled_tokens[:, 0], sampled.num_sampled)
-            for slot, value, count in zip(*(column.tolist() for column in columns), strict=True):
-                if slot >= 0:
-                    self.newest[slot] = value
-                    self.length[slot] += count
+        for sampled, drafts in self.receiver.take(manifest.needs):
+            self._apply(sampled, drafts)
         for req_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
             self._remove(req_id)
         for new in output.scheduled_new_reqs:
             self._remove(new.req_id)
-            slot = self.slots[new.req_id] = self.free.pop()
-            self.newest[slot] = new.prefill_token_ids[-1]
-            self.length[slot] = len(new.prefill_token_ids)
-            self.prefill_len[new.req_id] = len(new.prefill_token_ids)
-            self.uid[new.req_id] = (new.prefill_token_ids[0] - 1000) // 10_000
+            self.slots[new.req_id] = self.free.pop()
+        self.admit(output)
         self.receiver.admit([self.slots[new.req_id] for new in output.scheduled_new_reqs], manifest.round)
         if not manifest.num_tokens:
             return
-        for req_id, computed in self.pipeline.computed(output).items():
-            if computed >= self.prefill_len[req_id]:
-                slot = self.slots[req_id]
-                found, wanted = self.newest[slot], token(self.uid[req_id], computed)
-                assert found == wanted, f"round {manifest.round}: {req_id} decodes from {found}, not {wanted}"
-                assert self.length[slot] == computed + 1, f"round {manifest.round}: {req_id} has lost count"
-        self.hop.send(manifest.round, {"hidden": torch.zeros(manifest.num_tokens, 4)}, manifest.num_tokens)
+        ids = torch.tensor(self.inputs(output, self.pipeline.computed(output)), dtype=torch.float32)
+        self.hop.send(manifest.round, {"hidden": ids.unsqueeze(1).expand(-1, 4)}, manifest.num_tokens)
+        for req_id, count in output.num_scheduled_tokens.items():
+            self.known[req_id].computed += count
         if manifest.handoff:
             self.receiver.announce(manifest, np.array([self.slots[row.req_id] for row in manifest.rows]))
+
+    def _apply(self, sampled: Sampled, drafts: Drafts | None) -> None:
+        by_slot = {slot: self.known[req_id] for req_id, slot in self.slots.items()}
+        columns = (sampled.idx_mapping, sampled.sampled_tokens, sampled.num_sampled, sampled.num_rejected)
+        for number, values, count, rejected in zip(*(column.tolist() for column in columns), strict=True):
+            if number >= 0:
+                slot = by_slot[number]
+                slot.known += count
+                slot.computed -= rejected
+                slot.newest = values[count - 1] if count else slot.newest
+        if self.drafts:
+            assert drafts is not None
+            for number, tokens in zip(drafts.slots.tolist(), drafts.tokens.tolist(), strict=True):
+                by_slot[number].drafts = tokens
 
     def _remove(self, req_id: str) -> None:
         if req_id in self.slots:
@@ -194,15 +257,13 @@ class FirstStage:
             self.free.append(slot)
 
 
-class LastStage:
+class LastStage(Stage):
     """Samples from the known function; runs its rounds in order, as late as possible."""
 
     def __init__(self, pipeline: SimulatedPipeline) -> None:
-        self.pipeline = pipeline
+        super().__init__(pipeline)
         self.queue: deque[tuple[Any, Manifest, dict[str, int]]] = deque()
         self.outputs: dict[int, ModelRunnerOutput] = {}
-        self.prefill_len: dict[str, int] = {}
-        self.uid: dict[str, int] = {}
         self.sender = HandoffSender([RecordingPeer(pipeline.handoffs)], CPU)
         self.hop = HopReceiver(RecordingPeer(pipeline.hops), pipeline.layout, 64, CPU)
 
@@ -217,28 +278,49 @@ class LastStage:
 
     def _run_one(self) -> None:
         output, manifest, computed = self.queue.popleft()
-        for new in output.scheduled_new_reqs:
-            self.prefill_len[new.req_id] = len(new.prefill_token_ids)
-            self.uid[new.req_id] = (new.prefill_token_ids[0] - 1000) // 10_000
+        self.admit(output)
         if not manifest.num_tokens:
             self.outputs[manifest.round] = EMPTY_MODEL_RUNNER_OUTPUT
             return
-        _, pending = self.hop.post(manifest.round, manifest.num_tokens)
+        tensors, pending = self.hop.post(manifest.round, manifest.num_tokens)
         pending.wait()
-        batch = [row.req_id for row in manifest.rows] or list(output.num_scheduled_tokens)
-        tokens, counts = [], []
-        for req_id in batch:
-            end = computed[req_id] + output.num_scheduled_tokens[req_id]
-            sampling = end >= self.prefill_len[req_id]
-            tokens.append(token(self.uid[req_id], end) if sampling else 0)
-            counts.append(int(sampling))
+        embedded = tensors["hidden"][: manifest.num_tokens, 0].long().tolist()
+        assert embedded == self.inputs(output, computed), f"round {manifest.round}: the first stage embeds other tokens"
+        batch = self.batch(output)
+        sampled = [self._sample(req_id, output.num_scheduled_tokens[req_id]) for req_id in batch]
         if manifest.handoff:
-            sampled = torch.tensor(tokens).unsqueeze(1)
-            self.sender.send(manifest, sampled, torch.tensor(counts), torch.zeros(len(counts), dtype=torch.int64))
+            self._hand_off(manifest, sampled)
         self.outputs[manifest.round] = ModelRunnerOutput(
             req_ids=batch,
             req_id_to_index={req_id: i for i, req_id in enumerate(batch)},
-            sampled_token_ids=[[value] if count else [] for value, count in zip(tokens, counts, strict=True)],
+            sampled_token_ids=[tokens for tokens, _ in sampled],
+        )
+
+    def _sample(self, req_id: str, count: int) -> tuple[list[int], int]:
+        """The tokens that a request gets, and how many drafts are rejected."""
+        slot = self.known[req_id]
+        slot.computed += count
+        if slot.computed < slot.prefill_len:
+            return [], 0
+        rejected = 0
+        if slot.computed > slot.known:  # drafts were among them
+            drafts = slot.drafts[: count - 1]
+            right = [draft == token(slot.uid, slot.known + i) for i, draft in enumerate(drafts)]
+            rejected = len(drafts) - (right.index(False) if False in right else len(right))
+            slot.computed -= rejected
+        tokens = [token(slot.uid, index) for index in range(slot.known, slot.computed + 1)]
+        slot.known, slot.newest = slot.computed + 1, tokens[-1]
+        slot.drafts = proposal(slot.uid, slot.known, self.drafts)
+        return tokens, rejected
+
+    def _hand_off(self, manifest: Manifest, sampled: list[tuple[list[int], int]]) -> None:
+        most = max(1, max(len(tokens) for tokens, _ in sampled))
+        self.sender.send(
+            manifest,
+            torch.tensor([[*tokens, *[0] * (most - len(tokens))] for tokens, _ in sampled]),
+            torch.tensor([len(tokens) for tokens, _ in sampled]),
+            torch.tensor([rejected for _, rejected in sampled]),
+            torch.tensor([self.known[row.req_id].drafts for row in manifest.rows]) if self.drafts else None,
         )
 
 

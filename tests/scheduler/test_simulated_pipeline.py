@@ -150,7 +150,27 @@ EVENTS = st.lists(
 )
 
 
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_drafts_that_are_right_save_rounds(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64, drafts=3))
+    pipeline.add("a", prompt=10, budget=60)
+    pipeline.finish()
+    assert len([m for m in pipeline.rounds if m.num_tokens]) < 45
+
+
+def test_several_rounds_with_drafts_of_one_request_are_in_flight(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=64, drafts=3))
+    pipeline.add("a", prompt=10, budget=60)
+    while pipeline.schedule():
+        pass
+    assert [output.num_scheduled_tokens for output in pipeline.in_flight] == [{"a": 10}, *[{"a": 4}] * 3]
+    assert [manifest.width for manifest in pipeline.rounds] == [4] * 4
+    pipeline.finish()
+
+
+# vLLM's synchronous scheduler with drafts and stages gives wrong tokens, and is refused.
+@pytest.mark.parametrize(
+    ("asynchronous", "drafts"), [(True, 0), (False, 0), (True, 1), (True, 3)], ids=["async", "sync", "draft", "drafts"]
+)
 @MANY
 @given(
     events=EVENTS,
@@ -159,10 +179,10 @@ EVENTS = st.lists(
     split_rows=st.sampled_from([0, 2, 4]),
 )
 def test_any_order_of_events(
-    tiny_llama: Path, asynchronous: bool, events: list, blocks: int, max_seqs: int, split_rows: int
+    tiny_llama: Path, asynchronous: bool, drafts: int, events: list, blocks: int, max_seqs: int, split_rows: int
 ) -> None:
     scheduler = make_scheduler(
-        tiny_llama, blocks=blocks, max_seqs=max_seqs, asynchronous=asynchronous, split_rows=split_rows
+        tiny_llama, blocks=blocks, max_seqs=max_seqs, asynchronous=asynchronous, split_rows=split_rows, drafts=drafts
     )
     pipeline = SimulatedPipeline(scheduler)
     for kind, *values in events:

@@ -175,6 +175,15 @@ def test_what_was_about_at_the_same_time() -> None:
     assert concurrent_with(spans, [2]) == [1, 2, 3]
 
 
+def test_an_engine_with_drafts_is_not_asked_for_what_it_refuses() -> None:
+    plain, drafting = Mix(sampling=1.0), Mix(sampling=1.0, drafts=True)
+    asked = [planned(plain, 0, number) for number in range(200)]
+    assert {"min_p", "logit_bias"} <= {name for request in asked for name in request.params}
+    for request in asked:
+        kept = {name: value for name, value in request.params.items() if name not in ("min_p", "logit_bias")}
+        assert planned(drafting, 0, request.number).params == kept
+
+
 def test_lengths_that_the_toy_cannot_hold_are_refused_before_anything_starts(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["stress", "--prompt", "1", "600"]) == 2
     assert "do not fit the toy's context of 512" in capsys.readouterr().err
