@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 ENGINE_BOARD = "engine.board"
+STAGES_BOARD = "stages.board"
 _WORKER_BOARD = "rank-{}.board"
 _BASE_PREFIX = "vllm-handoff-"
 # Named after the engine, so that a reader that knows the engine's configuration finds the folder.

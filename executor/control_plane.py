@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from vllm_handoff.executor import messages, pickling
-from vllm_handoff.executor.board import BoardReader, WorkerCounts, worker_board
+from vllm_handoff.executor.board import STAGES_BOARD, Board, BoardReader, WorkerCounts, worker_board
 from vllm_handoff.executor.calls import CallFuture, CallTable
 from vllm_handoff.executor.channel import DESCRIPTORS, DESCRIPTORS_A_WORKER, ControlChannel
 from vllm_handoff.executor.descriptors import require_descriptors
@@ -28,6 +29,7 @@ from vllm_handoff.executor.errors import ExecutorFailedError, WorkerStartError
 from vllm_handoff.executor.folder import ControlFolder, remove_folder
 from vllm_handoff.executor.messages import ALL_RANKS, Call, Command, Failure, Ready, Shutdown
 from vllm_handoff.executor.stall import StallWatch, processor_ns_of_group
+from vllm_handoff.executor.stats import StageProgress
 from vllm_handoff.executor.supervisor import REPORT_S, SETTLE_S, TICK_S, Evidence, Supervisor
 from vllm_handoff.worker.control_link import WORKER_DESCRIPTORS
 from vllm_handoff.worker.process import WorkerLaunch
@@ -74,6 +76,7 @@ class ControlPlane:
         self._environment = environment
         self._stall_seconds = stall_seconds
         self._stall: StallWatch | None = None
+        self._stages_board: Board | None = None
         try:
             self._supervisor = Supervisor(context or multiprocessing.get_context(), self.describe_rank)
         except OSError:
@@ -127,6 +130,7 @@ class ControlPlane:
     def _watch_for_stalls(self) -> StallWatch:
         boards = [BoardReader(worker_board(self.folder.path, rank), WorkerCounts) for rank in range(self.world_size)]
         pids = self.pids
+        self._stages_board = Board(Path(self.folder.path) / STAGES_BOARD, StageProgress())
         return StallWatch(
             self._stall_seconds, boards, self.stage_size, lambda rank, own: processor_ns_of_group(pids[rank], own)
         )
@@ -138,6 +142,8 @@ class ControlPlane:
         # What has arrived and is not yet fetched is no stage's fault.
         self._calls.receive_arrived()
         why = self._stall.look(time.monotonic_ns(), self._calls.rounds())
+        assert self._stages_board is not None
+        self._stages_board.write(StageProgress(self._stall.progress_ns))
         if why is not None:
             self._evidence.broken.append(why)
         return why is not None

@@ -124,7 +124,8 @@ class ProgressWatch:
 
     Args:
         server: the server.
-        stall_after: seconds without a completed round, with work there, until that is a stall.
+        stall_after: seconds without a completed round, or progress of a stage within one, with work there,
+            until that is a stall.
         probe_after: seconds of idleness until a token of our own shows that the engine still works; 0: never.
     """
 
@@ -150,14 +151,17 @@ class ProgressWatch:
             self._completed, self._advanced_at = progress.completed, now
             return f"advancing: {progress.completed} rounds, {progress.in_flight} in flight"
         quiet = now - self._advanced_at
+        if progress.in_flight:
+            # One round may take long, as the stages' own progress shows.
+            quiet = min(quiet, progress.quiet_s)
         if progress.busy and quiet > self._stall_after:
             raise NotHealthyError(
                 f"alive but not advancing: {progress.in_flight} rounds in flight, {progress.requests} requests, "
-                f"and no round completed for {quiet:.0f} s"
+                f"and no progress for {quiet:.0f} s"
             )
         if not progress.busy and self._due(now):
             return self._probe(now)
-        return "idle" if not progress.busy else f"working; the last round completed {quiet:.0f} s ago"
+        return "idle" if not progress.busy else f"working; the last progress was {quiet:.0f} s ago"
 
     def _due(self, now: float) -> bool:
         return bool(self._probe_after) and now - self._advanced_at > self._probe_after

@@ -10,12 +10,20 @@ round's output arrives, so that an engine that is stuck would look healthy.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from vllm_handoff.executor.board import ENGINE_BOARD, BoardReader, WorkerCounts, find_folder, worker_board
-from vllm_handoff.executor.stats import STALL_NS, RoundStats
+from vllm_handoff.executor.board import (
+    ENGINE_BOARD,
+    STAGES_BOARD,
+    BoardReader,
+    WorkerCounts,
+    find_folder,
+    worker_board,
+)
+from vllm_handoff.executor.stats import STALL_NS, RoundStats, StageProgress
 
 # name, help, field of RoundStats: counters get "_total" from the Prometheus client.
 _COUNTERS = (
@@ -54,6 +62,7 @@ class HandoffCollector:
         self._values = list(labels.values())
         self._engine: BoardReader[RoundStats] | None = None
         self._workers: list[BoardReader[WorkerCounts]] = []
+        self._stages: BoardReader[StageProgress] | None = None
         self._idle_seen: dict[int, int] = {}
 
     def _open(self) -> bool:
@@ -68,6 +77,9 @@ class HandoffCollector:
             self._engine = BoardReader(folder / ENGINE_BOARD, RoundStats)
         except (OSError, ValueError):
             return False
+        with contextlib.suppress(OSError):
+            # Not there if nobody looks for stalls.
+            self._stages = BoardReader(folder / STAGES_BOARD, StageProgress)
         self._workers = workers
         return True
 
@@ -90,20 +102,23 @@ class HandoffCollector:
             counter = CounterMetricFamily(f"vllm_handoff_{name}", text, labels=self._names)
             counter.add_metric(self._values, getattr(stats, field))
             yield counter
-        quiet = stats.quiet_ns(now)
+        since_a_round = quiet = stats.quiet_ns(now)
+        if self._stages is not None:
+            # A round that takes long is no lack of progress as long as a stage advances in it.
+            quiet = min(quiet, max(0, now - self._stages.read().advanced_ns))
         stalled = quiet > STALL_NS
         stalls = CounterMetricFamily(
             "vllm_handoff_stalls",
             f"Times that rounds were in flight and none completed for {STALL_NS * _NS:g} s.",
             labels=self._names,
         )
-        stalls.add_metric(self._values, stats.stalls + stalled)
+        stalls.add_metric(self._values, stats.stalls + (since_a_round > STALL_NS))
         yield stalls
         for name, text, value in (
             *((name, text, float(getattr(stats, field))) for name, text, field in _GAUGES),
             (
                 "seconds_without_progress",
-                "Seconds since the rounds in flight last advanced; 0 without any.",
+                "Seconds since the rounds in flight, or a stage within one, last advanced; 0 without any.",
                 quiet * _NS,
             ),
             ("stalled", "1 while the engine is alive but its rounds do not advance.", float(stalled)),

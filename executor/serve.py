@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30,
         metavar="S",
-        help="seconds without a completed round, with work there, until that is a stall (default: 30)",
+        help="seconds without progress, with work there, until that is a stall (default: 30)",
     )
     parser.add_argument(
         "--probe-after",

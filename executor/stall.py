@@ -57,6 +57,8 @@ class StallWatch:
         self._processor_ns = processor_ns
         self._seen: tuple | None = None
         self._advanced_ns = 0
+        # When a stage was last seen to advance; unlike the time above it stands still in the engine's turn.
+        self.progress_ns = 0
         # When processor times were last read, and what they were.
         self._used: tuple[int, list[int]] | None = None
 
@@ -72,11 +74,13 @@ class StallWatch:
         """
         workers = [board.read() for board in self._boards]
         seen = tuple(msgspec.structs.astuple(counts) for counts in workers), rounds[:1]
+        if rounds and seen != self._seen:
+            self.progress_ns = now
         if not rounds or seen != self._seen or self._is_engines_turn(workers, rounds):
             self._seen, self._advanced_ns, self._used = seen, now, None
             return None
         if self._is_at_work(workers, now):
-            self._advanced_ns = now
+            self._advanced_ns = self.progress_ns = now
         if now - self._advanced_ns < self.limit_s * 1e9:
             return None
         return self._describe(workers, rounds, now)

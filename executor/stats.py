@@ -73,6 +73,17 @@ class RoundStats(msgspec.Struct):
         return max(0, now - self.progress_ns) if self.in_flight else 0
 
 
+class StageProgress(msgspec.Struct):
+    """What the supervisor sees of the stages between two completed rounds, every two seconds at least.
+
+    Attributes:
+        advanced_ns: when a stage was last seen to advance within rounds in flight (see stall.py), by the
+            machine's monotonic clock; 0: never, or nobody looks (`stall_seconds` 0).
+    """
+
+    advanced_ns: int = 0
+
+
 def write_if_asked(stats: RoundStats) -> None:
     """Write the counts as JSON to the file that VLLM_HANDOFF_STATS_FILE names, if it is set."""
     path = os.environ.get(STATS_FILE_VARIABLE)

@@ -54,11 +54,24 @@ def test_rounds_that_stand_still_are_a_stall_only_after_a_while() -> None:
     watch = ProgressWatch(server, stall_after=30, probe_after=30)
     server.now = Progress(5, 2, 1, 0)
     assert "advancing" in watch.look(0)
+    server.now = Progress(5, 2, 1, 30)
     assert "working" in watch.look(30)
+    server.now = Progress(5, 2, 1, 31)
     with pytest.raises(NotHealthyError, match="alive but not advancing: 2 rounds in flight"):
         watch.look(31)
     server.now = Progress(6, 2, 1, 0)
     assert "advancing" in watch.look(32)
+
+
+def test_a_long_round_is_no_stall_while_its_stages_advance() -> None:
+    server = FakeServer()
+    watch = ProgressWatch(server, stall_after=30, probe_after=30)
+    for now in range(0, 200, 10):
+        server.now = Progress(5, 2, 1, 2.0)
+        assert "advancing" in (said := watch.look(now)) or "working" in said
+    server.now = Progress(5, 2, 1, 32.0)
+    with pytest.raises(NotHealthyError, match="no progress for 32 s"):
+        watch.look(222)
 
 
 def test_without_metrics_tokens_have_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

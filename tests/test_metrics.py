@@ -13,7 +13,7 @@ import torch
 
 from vllm_handoff.executor import board, metrics
 from vllm_handoff.executor.board import Board, BoardReader, Phase, WorkerCounts
-from vllm_handoff.executor.stats import STALL_NS, RoundStats
+from vllm_handoff.executor.stats import STALL_NS, RoundStats, StageProgress
 from vllm_handoff.worker import work_clock
 from vllm_handoff.worker.device_clock import DeviceClock
 from vllm_handoff.worker.recorder import Mark, RecordedWork, Recorder, work_of
@@ -239,6 +239,14 @@ def test_the_collector_reads_the_boards_of_its_engine(tmp_path: Path, monkeypatc
     assert (found["rounds_total"], found["rounds_in_flight"], found["handoff_bytes_total"]) == (5, 2, 80)
     # Alive but not advancing.
     assert found["stalled"] == 1 and found["stalls_total"] == 1 and found["seconds_without_progress"] >= 20
+    # One long round, in which a stage advances.
+    Board(folder / board.STAGES_BOARD, StageProgress(now - STALL_NS // 10))
+    with_stages = metrics.HandoffCollector(
+        "4711", ranks=2, ranks_per_stage=1, labels={"model_name": "m", "engine": "0"}
+    )
+    advancing = _samples(with_stages)
+    assert advancing["stalled"] == 0 and advancing["stalls_total"] == 1
+    assert 1 <= advancing["seconds_without_progress"] < 10
     assert found["stage_rounds_total1"] == 3 and 1 <= found["stage_waiting_seconds_total0command"] < 60
 
 

@@ -226,3 +226,21 @@ def test_slow_rounds_and_late_collectors_end_nothing() -> None:
         # A call may take as long as it likes.
         assert plane.call("sleep", (2,)).result() == {0: 0, 1: 1}
         assert plane.failure is None
+
+
+def test_progress_is_seen_while_stages_advance_and_not_in_the_engines_turn() -> None:
+    stages = Stages()
+    assert stages.look() is None
+    first = stages.watch.progress_ns
+    stages.counts[0].device_round += 1
+    stages.look()
+    assert stages.watch.progress_ns == stages.now > first
+    advanced = stages.now
+    for counts in stages.counts:
+        counts.phase, counts.round = Phase.COMMAND, 8
+    stages.look()
+    changed = stages.now
+    assert stages.watch.progress_ns == changed > advanced
+    # Both have done all that they were given, and nobody collects it: no stall, and no progress either.
+    assert stages.stays(100) is None
+    assert stages.watch.progress_ns == changed
