@@ -156,7 +156,7 @@ class ManifestRunnerMixin(_Base):
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         handler = self.draft_tokens_handler
-        if self.pp_handler is None or self.speculator is None or handler.draft_tokens_np is None:
+        if output is None or self.pp_handler is None or self.speculator is None or handler.draft_tokens_np is None:
             return output
         # One of its own: the handler's is recorded again in the next round, perhaps before this is waited for.
         arrived = torch.cuda.Event(blocking=True)
