@@ -52,8 +52,8 @@ ALWAYS = (
 WITH_STAGES = (
     Refusal(
         "speculative decoding by this method with pipeline parallelism",
-        lambda c: c.speculative_config is not None and not _drafts_with_stages(c.speculative_config),
-        "use ngram_gpu, eagle, eagle3 or mtp",
+        lambda c: c.speculative_config is not None and not _tested(c.speculative_config),
+        "use ngram_gpu, eagle, eagle3, mtp or draft_model",
     ),
     # vLLM 0.32's synchronous scheduler gives wrong tokens there: with a request's round in flight it takes the drafts
     # of another round for tokens that it may schedule.
@@ -140,15 +140,8 @@ def _on_a_cpu(config: Any) -> bool:
     return bool(config.device_config.device_type == "cpu")
 
 
-def _drafts_with_stages(speculative: Any) -> bool:
-    """Whether the method was seen to give the right tokens over stages.
-
-    A draft model of vLLM 0.32 is divided among the stages as the target is, and is not run as such.
-    """
-    return _tested(speculative) and speculative.method != "draft_model"
-
-
 def _tested(speculative: Any) -> bool:
+    """Whether this way of speculative decoding was seen to give the right tokens."""
     return (
         speculative.method in ("ngram", "ngram_gpu", "eagle", "eagle3", "mtp", "draft_model")
         and not (speculative.use_gemma4_mtp() or speculative.use_multi_module_mtp())

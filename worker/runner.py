@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.config import ModelConfig
 from vllm.v1.worker.gpu import model_runner as v2
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_handoff.scheduler_ext.manifest import Manifest
+from vllm_handoff.worker.draft_model import fit_for_last_stage
 from vllm_handoff.worker.draft_output import OutputWithDrafts
 from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
 from vllm_handoff.worker.recorder import Mark, Recorder
@@ -106,34 +106,6 @@ def _manifest_handler() -> Iterator[None]:
         v2.PPHandler = before  # type: ignore[misc]
 
 
-@contextlib.contextmanager
-def _draft_layers_behind_the_whole_target(speculator: Any) -> Iterator[None]:
-    """While the proposer's model loads, its layers are numbered from the end of the whole target model.
-
-    Why a patch: the EAGLE models of vLLM 0.32 number theirs from how many layers
-    this stage has, and so on the last of several stages take names that layers
-    of the target have ("Duplicate layer name"). Can go once they ask for the total.
-    """
-    load = getattr(speculator, "load_model", None)
-    if load is None:
-        yield
-        return
-
-    def load_model(*args: Any, **kwargs: Any) -> None:
-        before = ModelConfig.get_num_layers
-        ModelConfig.get_num_layers = lambda config, _: config.get_total_num_hidden_layers()  # type: ignore[method-assign]
-        try:
-            load(*args, **kwargs)
-        finally:
-            ModelConfig.get_num_layers = before  # type: ignore[method-assign]
-
-    speculator.load_model = load_model
-    try:
-        yield
-    finally:
-        del speculator.load_model
-
-
 class ManifestRunnerMixin(_Base):
     """The hooks of the V2 runner that a manifest takes over. Mixed into the GPU's and the CPU's runner alike."""
 
@@ -145,8 +117,9 @@ class ManifestRunnerMixin(_Base):
             super().__init__(vllm_config, device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with _draft_layers_behind_the_whole_target(self.speculator):
-            super().load_model(*args, **kwargs)
+        if self.pp_handler is not None and self.speculator is not None:
+            fit_for_last_stage(self.speculator, self.speculative_config.method)
+        super().load_model(*args, **kwargs)
 
     def begin_round(self, manifest: Manifest) -> None:
         """Set the manifest that the round about to run obeys."""

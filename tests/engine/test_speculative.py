@@ -98,13 +98,21 @@ def test_multi_token_prediction(tiny_mtp: Path, tmp_path: Path) -> None:
     assert sum(len(answer.token_ids) for answer in run.answers) > 1.15 * rows
 
 
-@pytest.mark.parametrize(("method", "stages"), [("eagle", 2), ("eagle3", 4)])
-def test_eagle(tiny_llama: Path, tmp_path: Path, reference: Reference, method: str, stages: int) -> None:
-    """EAGLE3's proposer reads states of layers on every stage, which travel with the hop."""
-    speculative = {"method": method, "model": str(models.get(f"tiny-{method}")), "num_speculative_tokens": DRAFTS}
+@pytest.mark.parametrize(
+    ("method", "draft", "stages", "least"),
+    [("eagle", "tiny-eagle", 2, 0.0), ("eagle3", "tiny-eagle3", 4, 0.0), ("draft_model", "tiny-llama", 2, 1.25)],
+)
+def test_proposers_with_a_model_of_their_own(
+    tiny_llama: Path, tmp_path: Path, reference: Reference, method: str, draft: str, stages: int, least: float
+) -> None:
+    """EAGLE3's reads states of layers on every stage, which travel with the hop; a draft model is whole on the last."""
+    speculative = {"method": method, "model": str(models.get(draft)), "num_speculative_tokens": DRAFTS}
     args = {**SMALL, "distributed_executor_backend": EXECUTOR, "pipeline_parallel_size": stages}
     args |= {"speculative_config": speculative, "max_num_batched_tokens": 64}
     with running(tmp_path, driver.start, model=str(tiny_llama), **args) as engine:
         run = engine.run(driver.drive, ARRIVALS)
     check(run, ARRIVALS, reference)
-    assert any(tokens == 1 + DRAFTS for seen in run.rounds for tokens in seen.scheduled.values())
+    rows = sum(tokens == 1 + DRAFTS for seen in run.rounds for tokens in seen.scheduled.values())
+    kept = [answer for answer, aborted in zip(run.answers, run.aborted) if not aborted]
+    # A model that is its own draft is right each time, but for the rounds in flight when a request ends.
+    assert rows and sum(len(answer.token_ids) for answer in kept) / rows > least
