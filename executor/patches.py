@@ -170,15 +170,15 @@ def _complete_configuration() -> None:
         def check_and_update_config(cls: type, vllm_config: Any) -> None:
             if not uses_handoff(vllm_config.parallel_config):
                 return function(cls, vllm_config)
-            if vllm_config.model_config is not None and vllm_config.model_config.runner == "draft":
-                # A worker's, made for its draft model from the engine's, which is complete.
-                return function(cls, vllm_config)
             asynchronous = vllm_config.scheduler_config.async_scheduling
             start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
             function(cls, vllm_config)
             vllm_config.scheduler_config.async_scheduling = asynchronous
             if start_method is not None:
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+            if vllm_config.model_config is not None and vllm_config.model_config.runner == "draft":
+                # A worker's, made for its draft model from the engine's, which is complete. They share the rest.
+                return None
             complete(vllm_config)
             remove_at_exit(vllm_config.instance_id)
             server_patches.apply()

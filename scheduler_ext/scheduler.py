@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from vllm_handoff.scheduler_ext.drafts import drafts_of
 from vllm_handoff.scheduler_ext.ledger import HandoffLedger, ScheduledRow, batch_order
 from vllm_handoff.scheduler_ext.manifest import attach, manifest_of
-from vllm_handoff.scheduler_ext.policy import EvenRounds
+from vllm_handoff.scheduler_ext.policy import EvenRounds, StageTime
 from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
 from vllm_handoff.scheduler_ext.settings import HandoffSettings
 from vllm_handoff.scheduler_ext.stage_time import stage_time_of
@@ -173,9 +173,7 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         self.rounds_policy = EvenRounds(self._stages, split_from)
         self.chunks: PrefillChunks | None = None
         if settings.prefill_chunks == "auto" and self._stages > 1 and self.scheduler_config.enable_chunked_prefill:
-            self.chunks = PrefillChunks(
-                self._stages, self.max_num_scheduled_tokens, measured.weight_rows if measured is not None else None
-            )
+            self.chunks = PrefillChunks(self._stages, self.max_num_scheduled_tokens, self._weight_tokens(measured))
         if self._stages > 1:
             logger.info(
                 "Decoding requests are spread over %d rounds from %s on (%s).",
@@ -190,6 +188,11 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
                 self.max_num_scheduled_tokens,
                 f", fewer while fewer than {self.chunks.enough} wait" if self.chunks is not None else "",
             )
+
+    def _weight_tokens(self, measured: StageTime | None) -> float | None:
+        """Tokens that a stage computes in the time in which it reads its weights, None if not known."""
+        rows = measured.weight_rows if measured is not None else None
+        return rows * (1 + self.num_spec_tokens) if rows is not None else None
 
     def _plan(self, throttle_prefills: bool) -> SchedulerOutput:
         budget, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, self._round_budget()
@@ -207,7 +210,7 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
             if request.is_prefill_chunk:
                 waiting += request.num_tokens - request.num_computed_tokens
             else:
-                decodes += 1
+                decodes += 1 + self.num_spec_tokens
         admissible = max(0, self.max_num_active_reqs - len(self.running))
         for request in itertools.islice(self.waiting, admissible):
             if waiting >= self.chunks.enough:

@@ -167,6 +167,21 @@ def test_several_rounds_with_drafts_of_one_request_are_in_flight(tiny_llama: Pat
     pipeline.finish()
 
 
+def test_a_small_chunk_leaves_room_for_every_requests_drafts(tiny_llama: Path) -> None:
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=200, max_tokens=64, max_seqs=13, drafts=3))
+    for i in range(12):
+        pipeline.add(f"r{i}", prompt=2, budget=200)
+    for _ in range(6):
+        pipeline.schedule()
+        pipeline.collect()
+    chunks = pipeline.scheduler.chunks
+    assert chunks is not None
+    chunks.least = chunks._peak = 1
+    pipeline.add("late", prompt=1, budget=4)
+    # Twelve requests of four tokens, and a prompt of one.
+    assert pipeline.scheduler._round_budget() >= 12 * 4 + 1
+
+
 # vLLM's synchronous scheduler with drafts and stages gives wrong tokens, and is refused.
 @pytest.mark.parametrize(
     ("asynchronous", "drafts"), [(True, 0), (False, 0), (True, 1), (True, 3)], ids=["async", "sync", "draft", "drafts"]
