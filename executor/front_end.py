@@ -24,8 +24,12 @@ _ENGINE_PROCESS = "EngineCore"
 _KILLED_S = 2.0
 
 
-def end_with_front_end(close: Callable[[], None]) -> None:
+def end_with_front_end(close: Callable[[float], None]) -> None:
     """If this is vLLM's engine process, end it after calling `close` when the process that started it has ended.
+
+    `close` is given 0, the seconds that workers get to leave by themselves:
+    nobody is left to whom they could answer, and one that loads a model would
+    use all of the time that it gets.
 
     Why: a front end that is killed cannot tell its engine, and the engine of
     vLLM 0.32 then waits for requests for ever, holding the devices' memory. A
@@ -44,7 +48,7 @@ def end_with_front_end(close: Callable[[], None]) -> None:
         multiprocessing.connection.wait([parent.sentinel])
         logger.error("The front end (process %s) has ended without ending its engine; the engine ends too.", parent.pid)
         try:
-            close()
+            close(0.0)
         finally:
             logging.shutdown()
             os._exit(1)

@@ -62,12 +62,6 @@ WITH_STAGES = (
         lambda c: c.speculative_config is not None and not c.scheduler_config.async_scheduling,
         'drop --no-async-scheduling; for n-grams choose the method "ngram_gpu"',
     ),
-    # Nothing in it is known to be wrong on a GPU; it has not been run on one.
-    Refusal(
-        "speculative decoding with pipeline parallelism on a GPU",
-        lambda c: c.speculative_config is not None and not _on_a_cpu(c),
-        "drop --speculative-config, set --pipeline-parallel-size 1, or use --distributed-executor-backend mp",
-    ),
     Refusal(
         "pooling models with pipeline parallelism",
         _model(lambda m: m.runner_type == "pooling"),

@@ -224,7 +224,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         "speculative_config": _drafting("ngram"),
         "scheduler_config__async_scheduling": False,
     },
-    "speculative decoding with pipeline parallelism on a GPU": {"speculative_config": _drafting("ngram")},
     "pooling models with pipeline parallelism": {"model_config__runner_type": "pooling"},
     "encoder-decoder models with pipeline parallelism": {"model_config__is_encoder_decoder": True},
     "diffusion models with pipeline parallelism": {"model_config__is_diffusion": True},
