@@ -4,7 +4,8 @@ Both engines are started once and stay up side by side on the same devices; the
 loads then run on one and on the other in turns, so that a drift of the machine
 meets both. For each load: the median time of each, and the median of the
 ratios pair by pair (above 1: ours is faster). The tokens of both must be
-equal; if they are not, the exit status is 1. The bound is the least time in
+equal; if they are not, the exit status is 1, and the engines that agree are
+named together. The bound is the least time in
 which any schedule could serve the load, worked out from the stages' times in a
 recorded run of each load; "bound/ours" says how near ours is to it.
 
@@ -26,7 +27,6 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,6 +37,7 @@ from typing import Any
 
 from vllm_handoff.benchmarks.loads import SHAPES, STANDARD, Load, OnlineLoad, write_shape
 from vllm_handoff.benchmarks.nearness import add_bounds, write_recording
+from vllm_handoff.benchmarks.table import show, summarise, without_samples
 from vllm_handoff.executor import json_report
 
 EXECUTOR = "vllm_handoff.executor.HandoffExecutor"
@@ -97,12 +98,6 @@ class Child:
         except ProcessLookupError:
             pass
         self._process.wait()
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of the values lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -206,66 +201,6 @@ def record(children: list[Child], args: argparse.Namespace) -> dict[str, list[An
     return recordings
 
 
-def _without_samples(record: dict[str, Any]) -> dict[str, Any]:
-    """A run's record for the report: percentiles in place of hundreds of thousands of latencies."""
-    kept = dict(record)
-    for key in ("first_token", "gaps"):
-        if key in kept:
-            values = kept.pop(key)
-            kept[f"{key}_ms"] = [1000 * percentile(values, share) for share in (0.5, 0.99)] if values else []
-    return kept
-
-
-def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a load: medians, the median ratio of pairs, equality of tokens, and latencies of online loads."""
-    rows = []
-    for load in dict.fromkeys(record["load"] for record in records):
-        runs = {(r["engine"], r["pair"]): r for r in records if r["load"] == load and r["pair"] >= 0}
-        row: dict[str, Any] = {"load": load}
-        for engine in dict.fromkeys(record["engine"] for record in records):
-            mine = [r for (name, _), r in runs.items() if name == engine]
-            if not mine:
-                continue
-            row[engine] = statistics.median(r["seconds"] for r in mine)
-            pairs = [p for name, p in runs if name == engine and ("mp", p) in runs]
-            if pairs and engine != "mp":
-                row[f"{engine}_ratio"] = statistics.median(
-                    runs["mp", p]["seconds"] / runs[engine, p]["seconds"] for p in pairs
-                )
-                row["pairs"] = len(pairs)
-            if "gaps" in mine[0]:
-                for key in ("first_token", "gaps"):
-                    values = [v for r in mine for v in r[key]]
-                    row[f"{engine}_{key}_ms"] = [1000 * percentile(values, share) for share in (0.5, 0.99)]
-        row["same_tokens"] = len({r["digest"] for r in records if r["load"] == load}) == 1
-        rows.append(row)
-    return rows
-
-
-def show(rows: list[dict[str, Any]], engines: list[str]) -> None:
-    """Print the table: seconds, and for every engine but `mp` the median ratio of its pairs with `mp`."""
-    head = "".join(f"{name:>18}" for name in engines)
-    bounds = any("bound" in row for row in rows)
-    print(f"{'load':>22}{head}  same tokens" + ("   bound  bound/ours" if bounds else ""))
-    for row in rows:
-        cells = []
-        for name in engines:
-            ratio = f" ({row[f'{name}_ratio']:.3f})" if f"{name}_ratio" in row else ""
-            cells.append(f"{row[name]:.3f}{ratio}" if name in row else "-")
-        line = f"{row['load']:>22}" + "".join(f"{cell:>18}" for cell in cells) + f"  {row['same_tokens']!s:>11}"
-        ours = next((name for name in engines if name != "mp" and name in row), None)
-        if "bound" in row and ours:
-            line += f"{row['bound']:>8.3f}{100 * row['bound'] / row[ours]:>11.0f}%"
-        print(line)
-        for name in engines:
-            if f"{name}_gaps_ms" in row:
-                first, gaps = row[f"{name}_first_token_ms"], row[f"{name}_gaps_ms"]
-                print(
-                    f"{name:>22}  first token p50 {first[0]:.1f} ms, p99 {first[1]:.1f} ms; "
-                    f"between tokens p50 {gaps[0]:.2f} ms, p99 {gaps[1]:.2f} ms"
-                )
-
-
 def run(args: argparse.Namespace) -> int:
     """The command."""
     for load in args.loads:
@@ -301,9 +236,9 @@ def _run(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any
     costs = [] if args.no_bound else add_bounds(rows, recordings, args.stages)
     show(rows, [child.name for child in children])
     report |= {
-        "arguments": vars(args),
+        "arguments": {name: value for name, value in vars(args).items() if name != "run"},
         "rows": rows,
         "stage_times": costs,
-        "runs": [_without_samples(record) for record in records],
+        "runs": [without_samples(record) for record in records],
     }
     return rows
