@@ -82,9 +82,10 @@ WITH_STAGES = (
         _model(lambda m: m.is_hybrid or m.has_inner_state),
         "use --distributed-executor-backend mp",
     ),
+    # Nothing in it is known to be wrong on a GPU; it has not been run on one.
     Refusal(
-        "multimodal inputs with pipeline parallelism",
-        _model(lambda m: m.supports_multimodal_inputs),
+        "multimodal inputs with pipeline parallelism on a GPU",
+        lambda c: c.model_config.supports_multimodal_inputs and not _on_a_cpu(c),
         "add --language-model-only, or use --distributed-executor-backend mp",
     ),
     Refusal(
@@ -111,11 +112,6 @@ ON_A_CPU = (
         "models with recurrent state (hybrid, Mamba) on a CPU",
         _model(lambda m: m.is_hybrid or m.has_inner_state),
         "use --distributed-executor-backend mp",
-    ),
-    Refusal(
-        "multimodal inputs on a CPU",
-        _model(lambda m: m.supports_multimodal_inputs),
-        "add --language-model-only, or use --distributed-executor-backend mp",
     ),
     Refusal(
         "watermarking on a CPU",

@@ -52,6 +52,12 @@ def tiny_mtp() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_audio() -> Path:
+    """Folder of a four-layer Qwen2-Audio with random weights (512 tokens, context 1024)."""
+    return _model("tiny-audio")
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct. The first use downloads 93 MB and takes about two minutes."""
     return _model("smollm2-135m")

@@ -39,8 +39,11 @@ class Recipe:
     make: Callable[[Path, Path, Say], None]
 
 
-def _save_byte_level_tokenizer(folder: Path) -> None:
-    """A tokenizer that encodes any text and needs nothing from a network."""
+AUDIO, AUDIO_TOKEN = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"), 3
+
+
+def _save_byte_level_tokenizer(folder: Path, *more: str) -> None:
+    """A tokenizer that encodes any text and needs nothing from a network; `more` special tokens have ids from 3 on."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -50,7 +53,7 @@ def _save_byte_level_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=["<pad>", "<s>", "</s>"],
+        special_tokens=["<pad>", "<s>", "</s>", *more],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -91,13 +94,21 @@ def _tiny(config_class: str, model_class: str, **extra: Any) -> Any:
         **extra,
     )
     model = getattr(transformers, model_class)(config)
+    _spread(model)
+    return model.to(torch.float32)
+
+
+def _spread(model: Any) -> None:
+    """Let greedy decoding wander.
+
+    Fresh weights are so small that it repeats one token for ever, and a lost or doubled token would not show.
+    """
+    import torch
+
     with torch.no_grad():
         for parameter in model.parameters():
-            # Fresh weights are so small that greedy decoding repeats one token for
-            # ever, and a lost or doubled token would not show. Spread, it wanders.
             if parameter.dim() >= 2:
                 parameter.mul_(5.0)
-    return model.to(torch.float32)
 
 
 def make_tiny_llama(folder: Path, cache: Path, say: Say) -> None:
@@ -112,14 +123,14 @@ def make_tiny_qwen3(folder: Path, cache: Path, say: Say) -> None:
     _save_byte_level_tokenizer(folder)
 
 
-def _save_weights(folder: Path, config: dict[str, Any], weights: dict[str, Any]) -> None:
+def _save_weights(folder: Path, config: dict[str, Any], weights: dict[str, Any], *special_tokens: str) -> None:
     from safetensors.torch import save_file
 
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(
         {name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"}
     )
-    _save_byte_level_tokenizer(folder)
+    _save_byte_level_tokenizer(folder, *special_tokens)
 
 
 def make_tiny_mtp(folder: Path, cache: Path, say: Say) -> None:
@@ -190,6 +201,32 @@ def make_tiny_eagle3(folder: Path, cache: Path, say: Say) -> None:
     # States of layers on the first, the second and the third of four stages.
     config |= {"draft_vocab_size": VOCABULARY, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     _save_weights(folder, config, weights)
+
+
+def make_tiny_audio(folder: Path, cache: Path, say: Say) -> None:
+    """Four layers that hear: half a second is twelve tokens."""
+    import torch
+    import transformers
+
+    say("writing six layers of random weights")
+    language = _tiny("Qwen2Config", "Qwen2ForCausalLM").config
+    hears = transformers.Qwen2AudioEncoderConfig(
+        d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=128, num_mel_bins=80
+    )
+    config = transformers.Qwen2AudioConfig(
+        text_config=language, audio_config=hears, audio_token_index=AUDIO_TOKEN, tie_word_embeddings=False
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2AudioForConditionalGeneration(config)
+    _spread(model)
+    # The names by which published models keep them.
+    renamed = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "model.": ""}
+    weights = {}
+    for name, weight in model.to(torch.float32).state_dict().items():
+        old = next(old for old in renamed if name.startswith(old))
+        weights[renamed[old] + name.removeprefix(old)] = weight
+    _save_weights(folder, config.to_dict() | {"architectures": [type(model).__name__]}, weights, *AUDIO)
+    transformers.WhisperFeatureExtractor(feature_size=80, processor_class="Qwen2AudioProcessor").save_pretrained(folder)
 
 
 def sha256_of(path: Path) -> str:
@@ -271,6 +308,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "tiny-eagle": Recipe("EAGLE draft for tiny-llama, of random weights (1 MB)", 1, make_tiny_eagle),
     "tiny-eagle3": Recipe("EAGLE3 draft for tiny-llama, of random weights (1 MB)", 1, make_tiny_eagle3),
+    "tiny-audio": Recipe("Qwen2-Audio shape, 4 layers and 2 that hear, random weights (3 MB)", 1, make_tiny_audio),
     "smollm2-135m": Recipe("SmolLM2-135M-Instruct, a real small model (270 MB, a minute or two)", 1, make_smollm2),
 }
 

@@ -8,9 +8,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from requests_and_answers import Answer, Arrival, Ask
 
 State = dict[str, Any]
+
+SAMPLES_A_SECOND = 16_000
 
 
 class Completion(NamedTuple):
@@ -73,9 +77,7 @@ def core(state: State) -> Any:
 
 def generate(state: State, asks: Sequence[Ask]) -> list[Answer]:
     """Answers to requests that all arrive at once, through LLM.generate."""
-    outputs = state["llm"].generate(
-        [{"prompt_token_ids": list(ask.prompt)} for ask in asks], [_params(ask) for ask in asks], use_tqdm=False
-    )
+    outputs = state["llm"].generate([_prompt(ask) for ask in asks], [_params(ask) for ask in asks], use_tqdm=False)
     return [_answer(output) for output in outputs]
 
 
@@ -87,9 +89,7 @@ def texts(state: State, answers: Sequence[Answer]) -> list[str]:
 
 def complete(state: State, asks: Sequence[Ask]) -> list[Details]:
     """Like generate(), with everything that an output has."""
-    outputs = state["llm"].generate(
-        [{"prompt_token_ids": list(ask.prompt)} for ask in asks], [_params(ask) for ask in asks], use_tqdm=False
-    )
+    outputs = state["llm"].generate([_prompt(ask) for ask in asks], [_params(ask) for ask in asks], use_tqdm=False)
     return [
         Details(
             [
@@ -100,6 +100,14 @@ def complete(state: State, asks: Sequence[Ask]) -> list[Details]:
         )
         for output in outputs
     ]
+
+
+def _prompt(ask: Ask) -> Any:
+    prompt: dict[str, Any] = {"prompt_token_ids": list(ask.prompt)}
+    if ask.sounds:
+        sounds = [np.random.default_rng(length).normal(size=length).astype(np.float32) for length in ask.sounds]
+        prompt["multi_modal_data"] = {"audio": [(sound, SAMPLES_A_SECOND) for sound in sounds]}
+    return prompt
 
 
 def _plain(position: Any) -> dict[int, tuple[float, int]]:
@@ -130,7 +138,7 @@ def drive(state: State, arrivals: Sequence[Arrival], most_steps: int = 20_000) -
             while waiting and arrivals[waiting[0]].step <= step and arrivals[waiting[0]].req_id not in alive:
                 index = waiting.popleft()
                 req_id, ask = arrivals[index].req_id, arrivals[index].ask
-                engine.add_request(req_id, {"prompt_token_ids": list(ask.prompt)}, _params(ask))
+                engine.add_request(req_id, _prompt(ask), _params(ask))
                 alive[req_id] = index, step
             abort(step)
             if not (alive or waiting or watch.busy()):

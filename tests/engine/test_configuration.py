@@ -228,12 +228,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "encoder-decoder models with pipeline parallelism": {"model_config__is_encoder_decoder": True},
     "diffusion models with pipeline parallelism": {"model_config__is_diffusion": True},
     "models with recurrent state (hybrid, Mamba) with pipeline parallelism": {"model_config__has_inner_state": True},
-    "multimodal inputs with pipeline parallelism": {"model_config__supports_multimodal_inputs": True},
+    "multimodal inputs with pipeline parallelism on a GPU": {"model_config__supports_multimodal_inputs": True},
     "KV connectors with pipeline parallelism": {"kv_transfer_config": object()},
     "speculative decoding by this method on a CPU": {"speculative_config": _drafting("dflash")},
     "pooling models on a CPU": {"model_config__runner_type": "pooling"},
     "models with recurrent state (hybrid, Mamba) on a CPU": {"model_config__is_hybrid": True},
-    "multimodal inputs on a CPU": {"model_config__supports_multimodal_inputs": True},
     "watermarking on a CPU": {"watermark_config": object()},
     "batch-sharded sampling on a CPU": {"parallel_config__enable_batch_sharded_sampling": True},
 }

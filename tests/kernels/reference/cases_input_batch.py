@@ -210,3 +210,32 @@ def test_prompt_embeds(dtype: torch.dtype) -> None:
 
     for seed in range(4):
         compare(scenario, "model_states.prompt_embeds._apply_prompt_embeds_kernel", seed=seed)
+
+
+@pytest.mark.parametrize("num_dims", [3, 4])
+@batches
+def test_prepare_rope_positions(lengths: list[int], num_dims: int) -> None:
+    from vllm.v1.worker.gpu.mm.rope import RopeState
+
+    def scenario(rng: np.random.Generator) -> Results:
+        state = RopeState(num_dims, MAX_REQS, MAX_TOKENS, MAX_LEN, CPU)
+        for req in range(MAX_REQS):
+            table = ints(rng, 0, 99, num_dims, MAX_LEN)
+            model = SimpleNamespace(get_mrope_input_positions=lambda *_, table=table: (table, int(rng.integers(-9, 9))))
+            state.init_prefill_positions(req, model, [], [])
+        state.apply_staged_writes()
+        num_computed = ints(rng, 0, MAX_LEN - 8, MAX_REQS)
+        state.prepare_positions(
+            distinct(rng, len(lengths), MAX_REQS),
+            prefix_sums(lengths, MAX_REQS + 1),
+            # Rows in their prompts, at its end and behind it.
+            num_computed + ints(rng, -3, 4, MAX_REQS),
+            num_computed,
+        )
+        return {"positions": state.positions}
+
+    for seed in range(4):
+        if lengths:
+            compare(scenario, "mm.rope._prepare_rope_positions_kernel", seed=seed)
+        else:
+            scenario(np.random.default_rng(seed))
