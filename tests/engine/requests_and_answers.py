@@ -17,7 +17,7 @@ class Ask(NamedTuple):
     """A prompt, and its sampling parameters as the text of a dict, so that an Ask can be a key.
 
     Attributes:
-        sounds: length in samples (16 kHz) of each sound that the prompt has a token for; those of one length are the same.
+        sounds: samples (16 kHz) in each sound that the prompt has a token for; those of one length are the same.
     """
 
     prompt: tuple[int, ...]
