@@ -146,7 +146,12 @@ class Campaign:
         self.oracle = reference_oracle({number: Expected(*found) for number, found in session.answers.items()})
 
     def _until_the_end(self, life: Life, session: Session, deadline: float) -> None:
+        # Caches fill in the beginning.
+        begin = time.monotonic()
+        session.follow(begin + (deadline - begin) / 3)
+        before, since = life.memory(), time.monotonic()
         session.follow(deadline)
+        self.figures.note_memory(before, life.memory(), time.monotonic() - since)
         life.order({"stop": True})
         session.follow(time.monotonic() + DRAIN_S)
         if session.problems or session.dead:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm_handoff.stress.checks import Problem
+
+
+# A shorter look says nothing: an allocator takes memory by the megabyte.
+LEAST_LOOK_S = 30.0
 
 
 @dataclass
@@ -35,6 +40,8 @@ class Figures:
         errors: requests that ended with an error after an injected fault.
         tokens: tokens that came back, all of them compared.
         preemptions, rounds, handoffs: as the engines counted them, a second before a fault at the latest.
+        memory_growth: bytes a minute by which the process grew that grew most, in the last two thirds of an engine's
+            life that no fault ended; None if none was long enough.
     """
 
     seconds: float = 0.0
@@ -47,9 +54,16 @@ class Figures:
     preemptions: int = 0
     rounds: int = 0
     handoffs: int = 0
+    memory_growth: float | None = None
     faults: dict[str, FaultFigures] = field(default_factory=dict)
     leaks: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+
+    def note_memory(self, before: Mapping[int, int], after: Mapping[int, int], seconds: float) -> None:
+        """Take in the resident bytes of an engine's processes at the ends of a time under load."""
+        grown = [after[pid] - before[pid] for pid in after if pid in before]
+        if grown and seconds >= LEAST_LOOK_S:
+            self.memory_growth = max(max(grown) * 60 / seconds, self.memory_growth or 0.0)
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -72,6 +86,7 @@ class Figures:
             ("rounds", self.rounds),
             ("handoffs", self.handoffs),
             ("preemptions", self.preemptions),
+            ("memory, MB a minute", "-" if self.memory_growth is None else f"{self.memory_growth / 1e6:.2f}"),
             ("leaks", len(self.leaks)),
             ("problems", len(self.problems)),
         ]

@@ -126,6 +126,15 @@ class Life:
                         self._shared.add(Path(line[line.index(f"{_SHARED_MEMORY}/") :]))
         return family
 
+    def memory(self) -> dict[int, int]:
+        """Resident bytes of each live process of this life."""
+        found = {}
+        for process in self.look():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                pages = Path(f"/proc/{process.pid}/statm").read_text().split()[1]
+                found[process.pid] = int(pages) * os.sysconf("SC_PAGE_SIZE")
+        return found
+
     def wait_gone(self, timeout: float) -> float | None:
         """Seconds until no process of this life was left, None if some still are."""
         begin = time.monotonic()

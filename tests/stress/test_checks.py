@@ -236,3 +236,14 @@ def test_an_order_to_stop_right_behind_the_order_to_run_is_obeyed(monkeypatch: p
                 assert len(seen) < 100, "it goes on sending"
         # The end of the orders is one to quit.
         serving.join()
+
+
+def test_memory_growth_is_that_of_the_process_that_grew_most() -> None:
+    figures = Figures()
+    figures.note_memory({1: 500, 2: 500}, {1: 600, 2: 500}, seconds=1)
+    assert figures.to_json()["memory_growth"] is None
+    assert "memory, MB a minute                        -" in figures.table()
+    # One has ended since, one is new.
+    figures.note_memory({1: 10_000_000, 2: 0, 3: 9}, {1: 12_000_000, 2: 1_000_000, 4: 10**9}, seconds=60)
+    figures.note_memory({5: 10_000_000}, {5: 9_000_000}, seconds=60)
+    assert figures.memory_growth == 2_000_000 and "2.00" in figures.table()
