@@ -8,7 +8,6 @@ from typing import Any
 
 from vllm_handoff.stress.checks import Problem
 
-
 # A shorter look says nothing: an allocator takes memory by the megabyte.
 LEAST_LOOK_S = 30.0
 
