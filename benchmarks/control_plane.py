@@ -7,6 +7,7 @@ workers read, and a reply queue each. Payloads are the same objects.
   call      an empty call to both workers and both replies
   round     a round of 64 decodes and the last worker's reply. vLLM's executor
             sends two messages and waits for two replies, ours one
+  image     a call with an image of 6 MB, as a multimodal request has, to both workers and both empty replies
   busy      rounds a second with three in flight while each worker computes for
             a millisecond a round: what a control plane that spins takes from
             the work depends on the number of cores
@@ -72,6 +73,9 @@ class EchoWorker:
 
     def echo(self, payload: Any) -> Any:
         return payload
+
+    def take(self, payload: Any) -> None:
+        pass
 
     def work(self, payload: Any) -> Any:
         burn(BUSY_S)
@@ -166,6 +170,7 @@ class Measured:
     round_p50: float
     round_p99: float
     round_send: float
+    image_p50: float
     busy_per_s: float
     busy_cpu_engine: float
     busy_cpu_worker: float
@@ -193,6 +198,13 @@ def round_payload(requests: int = 64) -> Any:
     return output
 
 
+def image_payload() -> Any:
+    """Patches of an image of half a megapixel, as vision models get them."""
+    import torch
+
+    return torch.rand(1369, 1176)
+
+
 def percentiles(samples: list[float]) -> tuple[float, float]:
     ordered = sorted(samples)
     return ordered[len(ordered) // 2] * 1e6, ordered[int(len(ordered) * 0.99)] * 1e6
@@ -203,6 +215,7 @@ def measure(side: Side, count: int, idle_seconds: float) -> Measured:
         side.send("echo", None, None)()
     calls, call_sends = _timed(side, count, None, None, 1)
     rounds, round_sends = _timed(side, count, round_payload(), WORKERS - 1, side.messages_a_round)
+    images, _ = _timed(side, max(20, count // 50), image_payload(), None, 1, "take")
     processes = [psutil.Process(pid) for pid in (os.getpid(), *side.pids())]
     before, many = [_used(process) for process in processes], max(200, count // 4)
     busy = _busy(side, many)
@@ -212,6 +225,7 @@ def measure(side: Side, count: int, idle_seconds: float) -> Measured:
         statistics.median(call_sends) * 1e6,
         *percentiles(rounds),
         statistics.median(round_sends) * 1e6,
+        percentiles(images)[0],
         busy,
         used[0],
         statistics.mean(used[1:]) - BUSY_S * 1e6,
@@ -220,14 +234,14 @@ def measure(side: Side, count: int, idle_seconds: float) -> Measured:
 
 
 def _timed(
-    side: Side, count: int, payload: Any, reply_rank: int | None, messages: int
+    side: Side, count: int, payload: Any, reply_rank: int | None, messages: int, what: str = "echo"
 ) -> tuple[list[float], list[float]]:
     """Seconds of each round trip, and of its sending."""
     totals, sends = [], []
     for _ in range(count):
         start = time.perf_counter()
         # A second message (sample_tokens) has no payload to speak of.
-        replies = [side.send("echo", None if extra else payload, reply_rank) for extra in range(messages)]
+        replies = [side.send(what, None if extra else payload, reply_rank) for extra in range(messages)]
         sent = time.perf_counter()
         for reply in replies:
             reply()

@@ -72,7 +72,11 @@ class ControlLink:
         Raises:
             ProtocolError: the command is malformed.
         """
-        return messages.decode_command(self._commands.recv_multipart())
+        frames: list[Frame] = [self._commands.recv()]
+        while self._commands.getsockopt(zmq.RCVMORE):
+            # Not copied: it is as large as a request's images.
+            frames.append(self._commands.recv(copy=False).buffer)
+        return messages.decode_command(frames)
 
     def close(self, linger_s: float) -> None:
         """Close the sockets after at most `linger_s` seconds of sending what is queued."""
