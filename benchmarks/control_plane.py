@@ -7,7 +7,7 @@ workers read, and a reply queue each. Payloads are the same objects.
   call      an empty call to both workers and both replies
   round     a round of 64 decodes and the last worker's reply. vLLM's executor
             sends two messages and waits for two replies, ours one
-  image     a call with an image of 6 MB, as a multimodal request has, to both workers and both empty replies
+  image     a round with an image of 6 MB, as one that admits a multimodal request, and both workers' empty replies
   busy      rounds a second with three in flight while each worker computes for
             a millisecond a round: what a control plane that spins takes from
             the work depends on the number of cores
@@ -37,13 +37,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from vllm_handoff.executor.control_plane import ControlPlane
+from vllm_handoff.executor.rounds import RoundDispatcher
 
 WORKERS = 2
 IN_FLIGHT = 3
@@ -64,7 +66,26 @@ class Side(Protocol):
 
     def send(self, what: str, payload: Any, reply_rank: int | None) -> Callable[[], Any]: ...
 
+    def send_image(self) -> Callable[[], Any]: ...
+
     def pids(self) -> list[int]: ...
+
+
+@cache
+def image() -> Any:
+    """Patches of an image of half a megapixel, as vision models get them."""
+    import torch
+
+    return torch.rand(1369, 1176)
+
+
+@dataclass
+class ImageRound:
+    """What the control plane reads of a SchedulerOutput, and an image."""
+
+    image: Any = field(default_factory=image)
+    total_num_scheduled_tokens: int = 1
+    has_structured_output_requests: bool = False
 
 
 class EchoWorker:
@@ -74,8 +95,8 @@ class EchoWorker:
     def echo(self, payload: Any) -> Any:
         return payload
 
-    def take(self, payload: Any) -> None:
-        pass
+    def execute_model(self, payload: Any) -> int:
+        return 0
 
     def work(self, payload: Any) -> Any:
         burn(BUSY_S)
@@ -94,10 +115,15 @@ class Ours:
             WORKERS, 1, EchoWorker, lambda rank: {"rank": rank}, multiprocessing.get_context("fork")
         )
         self._plane.start()
+        self._rounds = RoundDispatcher(self._plane, WORKERS - 1, samples=False, empty_output=None, timeout=None)
 
     def send(self, what: str, payload: Any, reply_rank: int | None) -> Callable[[], Any]:
         future: Future = self._plane.call(what, (payload,), reply_rank=-1 if reply_rank is None else reply_rank)
         return future.result
+
+    def send_image(self) -> Callable[[], Any]:
+        # Both reply: these workers do not wait for each other as stages do.
+        return self._rounds.execute_model(ImageRound(), aggregate=list).result
 
     def pids(self) -> list[int]:
         return self._plane.pids
@@ -150,6 +176,9 @@ class Theirs:
         expected = self._replies if reply_rank is None else [self._replies[reply_rank]]
         return lambda: [replies.dequeue() for replies in expected]
 
+    def send_image(self) -> Callable[[], Any]:
+        return self.send("execute_model", ImageRound(), None)
+
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes if process.pid]
 
@@ -198,13 +227,6 @@ def round_payload(requests: int = 64) -> Any:
     return output
 
 
-def image_payload() -> Any:
-    """Patches of an image of half a megapixel, as vision models get them."""
-    import torch
-
-    return torch.rand(1369, 1176)
-
-
 def percentiles(samples: list[float]) -> tuple[float, float]:
     ordered = sorted(samples)
     return ordered[len(ordered) // 2] * 1e6, ordered[int(len(ordered) * 0.99)] * 1e6
@@ -215,7 +237,7 @@ def measure(side: Side, count: int, idle_seconds: float) -> Measured:
         side.send("echo", None, None)()
     calls, call_sends = _timed(side, count, None, None, 1)
     rounds, round_sends = _timed(side, count, round_payload(), WORKERS - 1, side.messages_a_round)
-    images, _ = _timed(side, max(20, count // 50), image_payload(), None, 1, "take")
+    images = [_seconds(lambda: side.send_image()()) for _ in range(max(20, count // 50))]
     processes = [psutil.Process(pid) for pid in (os.getpid(), *side.pids())]
     before, many = [_used(process) for process in processes], max(200, count // 4)
     busy = _busy(side, many)
@@ -233,15 +255,21 @@ def measure(side: Side, count: int, idle_seconds: float) -> Measured:
     )
 
 
+def _seconds(what: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    what()
+    return time.perf_counter() - start
+
+
 def _timed(
-    side: Side, count: int, payload: Any, reply_rank: int | None, messages: int, what: str = "echo"
+    side: Side, count: int, payload: Any, reply_rank: int | None, messages: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of each round trip, and of its sending."""
     totals, sends = [], []
     for _ in range(count):
         start = time.perf_counter()
         # A second message (sample_tokens) has no payload to speak of.
-        replies = [side.send(what, None if extra else payload, reply_rank) for extra in range(messages)]
+        replies = [side.send("echo", None if extra else payload, reply_rank) for extra in range(messages)]
         sent = time.perf_counter()
         for reply in replies:
             reply()
@@ -302,7 +330,7 @@ def main() -> None:
             with started(make) as side:
                 turns[side.name].append(measure(side, arguments.count, arguments.idle_seconds))
     medians = {
-        name: {field.name: statistics.median(getattr(turn, field.name) for turn in found) for field in fields(Measured)}
+        name: {one.name: statistics.median(getattr(turn, one.name) for turn in found) for one in fields(Measured)}
         for name, found in turns.items()
     }
     ours, theirs = medians[Ours.name], medians[Theirs.name]

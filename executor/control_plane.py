@@ -28,6 +28,7 @@ from vllm_handoff.executor.descriptors import require_descriptors
 from vllm_handoff.executor.errors import ExecutorFailedError, WorkerStartError
 from vllm_handoff.executor.folder import ControlFolder, remove_folder
 from vllm_handoff.executor.messages import ALL_RANKS, Call, Command, Failure, Ready, Shutdown
+from vllm_handoff.executor.shared_payload import SharedPayload
 from vllm_handoff.executor.stall import StallWatch, processor_ns_of_group
 from vllm_handoff.executor.stats import StageProgress
 from vllm_handoff.executor.supervisor import REPORT_S, SETTLE_S, TICK_S, Evidence, Supervisor
@@ -82,6 +83,7 @@ class ControlPlane:
         except OSError:
             self.folder.remove()
             raise
+        self.shared = SharedPayload(self.folder.path)
         self._evidence = Evidence(self.describe_rank)
         self._channel: ControlChannel | None = None
         self._calls: CallTable | None = None
@@ -335,6 +337,7 @@ class ControlPlane:
             self._supervisor.close()
             # The boards' mappings, and with them their descriptors.
             self._stall = None
+            self.shared.close()
             self.folder.remove()
             if self._exit_hook is not None:
                 self._exit_hook.cancel()

@@ -62,7 +62,9 @@ class Round(_Message, frozen=True, tag="round"):
     `sampling`: "now" if no grammar can come and sampling follows the forward
     at once, "deferred" if a Sample message will follow, "none" if the forward's
     result is the round's result (no tokens, or a pooling model). `sent_ns`: when
-    it was sent, by the machine's monotonic clock; 0 if nobody asked.
+    it was sent, by the machine's monotonic clock; 0 if nobody asked. `shared_bytes`:
+    if not 0, the payload's frame is empty, and it is so many bytes of the shared
+    memory (shared_payload.py) until the round's reply.
     """
 
     seq: Seq
@@ -73,6 +75,7 @@ class Round(_Message, frozen=True, tag="round"):
     reply_rank: ReplyRank = ALL_RANKS
     manifest: Manifest | None = None
     sent_ns: int = 0
+    shared_bytes: Size = 0
 
 
 class Sample(_Message, frozen=True, tag="sample"):

@@ -92,7 +92,10 @@ class RoundDispatcher:
         if tokens and self._samples:
             sampling = "deferred" if scheduler_output.has_structured_output_requests else "now"
         # Pickled once for all workers, and without the manifest, which is a field of the message.
-        payload = pickling.dumps(scheduler_output)
+        pieces = pickling.pieces(scheduler_output)
+        # Without tokens the reply does not tell that every worker has taken it.
+        shared_bytes = self._plane.shared.put(pieces) if tokens else 0
+        payload = b"" if shared_bytes else b"".join(pieces)
         if manifest is not None:
             manifests.attach(scheduler_output, manifest)
         reply_rank = self._output_rank if aggregate is None else ALL_RANKS
@@ -100,6 +103,9 @@ class RoundDispatcher:
         sent_ns = time.monotonic_ns()
 
         def combine(results: dict[int, Any]) -> Any:
+            if shared_bytes:
+                # The last stage has sampled what all stages, and all ranks of each, have computed from it.
+                self._plane.shared.release()
             self.stats.answered(sent_ns, time.monotonic_ns())
             self._publish(self.stats)
             if aggregate is not None:
@@ -107,7 +113,9 @@ class RoundDispatcher:
             return results[self._output_rank]
 
         future = self._plane.send(
-            lambda seq: Round(seq, number, follows, sampling, len(payload), reply_rank, manifest, sent_ns),
+            lambda seq: Round(
+                seq, number, follows, sampling, len(payload), reply_rank, manifest, sent_ns, shared_bytes
+            ),
             payload,
             label=f"round {number}",
             reply_rank=reply_rank,

@@ -122,6 +122,8 @@ class CommandLoop:
             )
         self._last_round = command.number
         assert payload is not None
+        if command.shared_bytes:
+            payload = self._link.shared.payload(command.shared_bytes)
         scheduler_output = pickle.loads(payload)
         if command.manifest is not None:
             manifest.attach(scheduler_output, command.manifest)

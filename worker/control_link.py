@@ -8,6 +8,7 @@ from vllm_handoff.executor import messages
 from vllm_handoff.executor.descriptors import require_descriptors
 from vllm_handoff.executor.errors import ProtocolError
 from vllm_handoff.executor.messages import Command, Frame, Hello, Report, Welcome
+from vllm_handoff.executor.shared_payload import SharedPayloadReader
 
 # Counted, with some to spare: three contexts of zmq's, each with two threads and a socket.
 WORKER_DESCRIPTORS = 40
@@ -48,6 +49,7 @@ class ControlLink:
         self._context = zmq.Context()
         self._commands = _connect(self._context, f"ipc://{folder}/commands", messages.MAX_PAYLOAD_BYTES)
         self.reports = self.report_socket()
+        self.shared = SharedPayloadReader(folder)
 
     def report_socket(self) -> ReportSocket:
         """A further report socket, for another thread of this worker."""
