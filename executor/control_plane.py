@@ -123,8 +123,7 @@ class ControlPlane:
                 self._on_sign,
                 has_work=lambda: bool(self._calls),
                 is_stuck=self._is_stuck,
-                # Often enough to be late by a sixteenth, and not so often that a clock tick is a fifth of a core.
-                tick=max(self._stall_seconds / 16, min(self._stall_seconds / 4, 0.25)) or TICK_S,
+                tick=self._stall_seconds / 4 or TICK_S,
             )
         except BaseException:
             self._close(grace=0)

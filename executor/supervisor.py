@@ -29,8 +29,6 @@ TERMINATE_S = 1.0
 # What all workers together get to write their stacks; one takes milliseconds.
 _STACKS_S = 0.5
 TICK_S = 2.0
-# A process that is stopped for so long is not going to answer; a debugger or a snapshot may stop one for a moment.
-STOPPED_S = 2.0
 
 
 class Evidence:
@@ -162,19 +160,19 @@ class Supervisor:
         """
 
         def watch() -> None:
-            stopped_since: dict[int, float] = {}
+            stopped_before: list[int] = []
             while not self._stopping:
                 if multiprocessing.connection.wait([*self.sentinels, self._wake_reader], timeout=min(tick, TICK_S)):
                     break
                 if not has_work():
-                    stopped_since = {}
+                    stopped_before = []
                     continue
-                now = time.monotonic()
-                stopped_since = {rank: stopped_since.get(rank, now) for rank in self.stopped()}
-                if any(now - since >= STOPPED_S for since in stopped_since.values()):
+                stopped = self.stopped()
+                if any(rank in stopped_before for rank in stopped):
                     break
-                # A stage that is stopped is named as such, when it has been for long enough.
-                if not stopped_since and is_stuck():
+                stopped_before = stopped
+                # A stage that is stopped is named as such, two looks later.
+                if not stopped and is_stuck():
                     break
             if not self._stopping:
                 on_sign()
