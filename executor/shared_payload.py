@@ -7,6 +7,7 @@ time as well. Small payloads, which all others are, take the sockets.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -95,9 +96,12 @@ class SharedPayloadReader:
 
     def __init__(self, folder: str) -> None:
         self._memory = memoryview(b"")
-        if (path := _path(folder)).exists():
-            with path.open("rb") as file:
-                self._memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        # Anybody can make a file of this name before the engine does, which then goes without; so do its workers.
+        with contextlib.suppress(FileNotFoundError):
+            found = (path := _path(folder)).lstat()
+            if found.st_uid == os.getuid() and found.st_size == CAPACITY:
+                with path.open("rb") as file:
+                    self._memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def payload(self, size: int) -> memoryview:
         """The payload of a command that says so, valid until the command's reply.

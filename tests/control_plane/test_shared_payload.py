@@ -122,6 +122,18 @@ def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         SharedPayloadReader(FOLDER).payload(5)
 
 
+def test_a_file_that_somebody_else_has_made() -> None:
+    path = shared_payload._path(FOLDER)
+    path.touch()
+    try:
+        writer = SharedPayload(FOLDER)
+        assert writer.put([LARGE]) == 0
+        with pytest.raises(ProtocolError, match="which has 0"):
+            SharedPayloadReader(FOLDER).payload(5)
+    finally:
+        path.unlink()
+
+
 @pytest.mark.parametrize("size", [-1, 0, CAPACITY + 1])
 def test_a_size_that_cannot_be(writer: SharedPayload, size: int) -> None:
     with pytest.raises(ProtocolError, match=f"announces {size} bytes"):

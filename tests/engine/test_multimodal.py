@@ -20,7 +20,8 @@ SOUND = 3
 # 12, 37 and 99 tokens; the last is longer than a round.
 LENGTHS = (8_000, 24_000, 63_600)
 ROUND_TOKENS = 64
-NGRAM = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DRAFTS = 3
+NGRAM = {"method": "ngram_gpu", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +71,5 @@ def test_sounds_with_drafts_and_four_stages(tiny_audio: Path, tmp_path: Path, he
     )
     run = _drive(tmp_path, tiny_audio, arrivals, pipeline_parallel_size=4, speculative_config=NGRAM)
     check(run, arrivals, hearing)
+    # Drafts were verified: rounds in which a request that decodes has several tokens.
+    assert sum(tokens == 1 + DRAFTS for seen in run.rounds for tokens in seen.scheduled.values()) > len(arrivals)
