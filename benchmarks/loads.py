@@ -24,6 +24,9 @@ SHAPES: dict[str, dict] = {
     ),
 }  # fmt: skip
 
+# Two stages of this are two of the four stages of the 8B.
+SHAPES["8b-half"] = SHAPES["8b"] | {"num_hidden_layers": 16}
+
 STANDARD = ("1x128+128", "8x128+128", "64x512+128", "256x32+256", "256x512+128", "256x2048+64")
 
 

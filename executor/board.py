@@ -71,6 +71,7 @@ class WorkerCounts(msgspec.Struct):
         launched: the last round of which the host has launched everything.
         device_round: the last round that the device has finished, looked at once a second or more often.
         output_round: the round whose output is being waited for on the output thread; -1 for none.
+        launch_ns: what launching a round that only decodes has taken the host of late; 0 if not known, and on a CPU.
     """
 
     rounds: int = 0
@@ -93,6 +94,7 @@ class WorkerCounts(msgspec.Struct):
     launched: int = -1
     device_round: int = -1
     output_round: int = -1
+    launch_ns: int = 0
 
 
 class Board:

@@ -30,13 +30,14 @@ from vllm_handoff.executor import board, plugin, stats
 from vllm_handoff.executor.control_plane import ControlPlane
 from vllm_handoff.executor.cpu_threads import worker_environment
 from vllm_handoff.executor.front_end import end_with_front_end
+from vllm_handoff.executor.host_pace import HostPace
 from vllm_handoff.executor.logs import join_vllm_logging
 from vllm_handoff.executor.messages import ALL_RANKS
 from vllm_handoff.executor.rounds import RoundDispatcher
 from vllm_handoff.executor.stats import RoundStats
 from vllm_handoff.executor.version import check_vllm_version
 from vllm_handoff.scheduler_ext.settings import HandoffSettings
-from vllm_handoff.scheduler_ext.stage_time import keep_stage_times
+from vllm_handoff.scheduler_ext.stage_time import keep_pace, keep_stage_times
 from vllm_handoff.worker.vllm_worker import build_vllm_worker
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ class HandoffExecutor(Executor):
         super().compile_or_warm_up_model()
         if self.parallel_config.pipeline_parallel_size > 1 and self.model_config.runner_type != "pooling":
             keep_stage_times(self.vllm_config, self.collective_rpc("handoff_stage_times"))
+            keep_pace(self.vllm_config, HostPace(self._plane.folder.path, self.parallel_config.world_size))
         self._starting = False
 
     def execute_dummy_batch(self) -> None:

@@ -85,9 +85,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def payload_size(self) -> int:
-        """int64 elements of the packed handoff: the header, then per row the number of tokens sampled,
-        the number rejected, `width` tokens, and `width` - 1 draft tokens for the next round."""
-        return HEADER_SIZE + len(self.rows) * (1 + 2 * self.width)
+        """int32 elements of the packed handoff: the header (int64), then of all rows `width` tokens and `width` - 1
+        draft tokens for the next round (int64), the numbers of tokens sampled, and those rejected (int32)."""
+        return 2 * HEADER_SIZE + len(self.rows) * 4 * self.width
 
 
 def attach(scheduler_output: Any, manifest: Manifest) -> None:

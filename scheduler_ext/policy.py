@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Rounds are split once that shortens a round's stage time by this share. Below
-# it, twice as many rounds cost the host more than they save the devices.
+# Requests are spread over more rounds once that shortens their trip by this share.
+# Below it, further rounds cost the engine and the hosts more than they save the devices.
 WORTHWHILE = 0.05
 # Few requests come together after this many trips without prefill. Sooner costs online loads up to a tenth of their
 # throughput at two stages (simulated): the next prompt's prefill then delays all of them at once. A burst loses 0.5%.
@@ -47,21 +47,29 @@ class StageTime(NamedTuple):
         """Rows that take as long as reading the weights, None if rows were found to cost nothing."""
         return self.base / self.per_row if self.per_row > 0 else None
 
-    def split_from(self, parts: int) -> int | None:
-        """The smallest number of rows whose split into `parts` rounds is worthwhile, None if no number is.
+    def trip(self, live: int, parts: int, stages: int, host: float) -> float:
+        """Seconds in which each of `live` requests gets a token when they are spread over `parts` rounds.
 
-        A trip through the pipeline takes `parts` times a stage's time, split or
-        not (unsplit, all stages but one idle), so what counts is how much
-        shorter the stage's time becomes.
+        A token's round passes all stages before the next of the same requests
+        can begin; meanwhile the hosts launch the rounds of the others, one after the other.
+
+        Args:
+            host: seconds that a round takes the busiest host, whatever it holds.
         """
-        share = (1 - 1 / parts) - WORTHWHILE
-        if parts < 2 or self.per_row <= 0 or share <= 0:
-            return None
-        return max(2, int(WORTHWHILE * self.base / (self.per_row * share)) + 1)
+        return max(stages * self.of(live / parts), parts * host)
+
+    def parts(self, live: int, stages: int, host: float = 0.0) -> int:
+        """Over how many rounds, at most as many as stages, to spread `live` requests; see `trip`."""
+        best, least = 1, self.trip(live, 1, stages, host)
+        for parts in range(2, min(stages, live) + 1):
+            seconds = self.trip(live, parts, stages, host)
+            if seconds <= (1 - WORTHWHILE) * least:
+                best, least = parts, seconds
+        return best
 
 
 class EvenRounds:
-    """Caps the decoding rows of a round so that requests spread evenly over as many rounds as there are stages.
+    """Caps the decoding rows of a round so that requests spread evenly over up to as many rounds as there are stages.
 
     The cap follows the number of requests that decode now, not a configured
     maximum, so it neither under-fills at low load nor lets a burst that was
@@ -70,41 +78,56 @@ class EvenRounds:
 
     Args:
         stages: pipeline stages.
-        split_from: live decoding requests from which rounds are split; None: never.
+        split_from: live decoding requests from which they are spread over `stages` rounds; None: `time` decides.
+        time: of the slowest stage; None: unless `split_from` says so, nothing is spread.
+
+    Attributes:
+        host_seconds: what a round takes the busiest host, 0 as long as it is not known.
     """
 
-    def __init__(self, stages: int, split_from: int | None) -> None:
+    def __init__(self, stages: int, split_from: int | None, time: StageTime | None = None) -> None:
         self.stages = stages
         self.split_from = split_from
+        self.time = time
+        self.host_seconds = 0.0
         self._newest_prefill = 0
 
-    def gathers(self, live: int, turn: int, prefill_is_due: bool) -> bool:
-        """Whether round number `turn` takes all `live` decoding requests, whatever is in flight. Ask for every round.
+    def parts(self, live: int) -> int:
+        """Over how many rounds `live` decoding requests are spread."""
+        if self.stages == 1:
+            return 1
+        if self.split_from is not None:
+            return self.stages if live >= self.split_from else 1
+        return self.time.parts(live, self.stages, self.host_seconds) if self.time is not None else 1
 
-        Fewer requests than are worth a split come together, since each round
-        costs the host and reads the weights. While prompts arrive they stay in
-        the rounds in which they are: a round with prefill takes long, and makes
-        wait whoever is in it, or needs a token of it.
+    def spreads_from(self, most: int) -> int | None:
+        """The smallest number of requests, up to `most`, that are spread over several rounds; None if there is none."""
+        return next((live for live in range(2, most + 1) if self.parts(live) > 1), None)
+
+    def lead(self, live: int, turn: int, prefill_is_due: bool) -> int:
+        """How many rounds earlier than after a whole trip a request takes part in round `turn`. Ask for every round.
+
+        Requests that are spread over fewer rounds than there are stages come
+        round the sooner; all of them in every round, if they are not spread at
+        all. While prompts arrive they stay in the rounds in which they are: a
+        round with prefill takes long, and makes wait whoever is in it, or needs
+        a token of it.
         """
         if prefill_is_due:
             self._newest_prefill = turn
-        return not self.splits(live) and turn - self._newest_prefill > QUIET_TRIPS * self.stages
-
-    def splits(self, live: int) -> bool:
-        """Whether `live` decoding requests are spread over several rounds."""
-        return self.stages > 1 and self.split_from is not None and live >= self.split_from
+        quiet = turn - self._newest_prefill > QUIET_TRIPS * self.stages
+        return self.stages - self.parts(live) if quiet else 0
 
     def cap(self, live: int, turn: int) -> int:
         """Most decoding rows of round number `turn` while `live` requests decode.
 
-        Over as many rounds in a row as there are stages the caps add up to
+        Over as many rounds in a row as they are spread over, the caps add up to
         `live` and differ by at most one. One cap for all, rounded up, would
         leave the last of them with what remains: 3, 3, 3 and 1 of ten.
         """
-        if not self.splits(live):
-            return live
-        place = turn % self.stages
-        share = (place + 1) * live // self.stages - place * live // self.stages
+        parts = self.parts(live)
+        place = turn % parts
+        share = (place + 1) * live // parts - place * live // parts
         return max(1, share)
 
     def hold_back(self, ready: Sequence[tuple[int, str]], live: int, turn: int) -> list[str]:

@@ -19,7 +19,7 @@ from vllm_handoff.scheduler_ext.manifest import attach, manifest_of
 from vllm_handoff.scheduler_ext.policy import EvenRounds, StageTime
 from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
 from vllm_handoff.scheduler_ext.settings import HandoffSettings
-from vllm_handoff.scheduler_ext.stage_time import stage_time_of
+from vllm_handoff.scheduler_ext.stage_time import pace_of, stage_time_of
 
 logger = init_logger(__name__)
 
@@ -30,6 +30,8 @@ else:
 
 # Later than any step: a request that must not be scheduled again.
 _NEVER = 1 << 60
+# Rounds from one look at the hosts' pace to the next.
+_LOOK_AT_PACE = 64
 
 
 class ManifestMixin(_Base):
@@ -166,19 +168,20 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         super().__init__(*args, **kwargs)
         settings = HandoffSettings.of(self.vllm_config)
         measured = stage_time_of(self.vllm_config)
-        if settings.split_rows != "auto":
-            split_from = settings.split_rows or None
+        if settings.split_rows == "auto":
+            self.rounds_policy = EvenRounds(self._stages, None, measured)
         else:
-            split_from = measured.split_from(self._stages) if measured is not None else None
-        self.rounds_policy = EvenRounds(self._stages, split_from)
+            self.rounds_policy = EvenRounds(self._stages, settings.split_rows or None)
+        self._pace = pace_of(self.vllm_config)
         self.chunks: PrefillChunks | None = None
         if settings.prefill_chunks == "auto" and self._stages > 1 and self.scheduler_config.enable_chunked_prefill:
             self.chunks = PrefillChunks(self._stages, self.max_num_scheduled_tokens, self._weight_tokens(measured))
         if self._stages > 1:
+            first = self.rounds_policy.spreads_from(self.max_num_active_reqs)
             logger.info(
-                "Decoding requests are spread over %d rounds from %s on (%s).",
+                "Decoding requests are spread over up to %d rounds from %s on (%s).",
                 self._stages,
-                "no number" if split_from is None else f"{split_from} requests",
+                "no number" if first is None else f"{first} requests",
                 f"measured stage time {1000 * measured.base:.2f} ms + {1e6 * measured.per_row:.1f} us a row"
                 if measured is not None
                 else "no stage time measured",
@@ -256,18 +259,15 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         live = len(decoding)
         decoding = [request for request in decoding if request.next_decode_eligible_step != _NEVER]
         turn = self.ledger.next_round
-        gathers = policy.gathers(live, turn, self._prefill_is_due())
-        if policy.splits(live):
-            ready = [
-                (request.next_decode_eligible_step, request.request_id)
-                for request in decoding
-                if request.next_decode_eligible_step <= upcoming
-            ]
-            for req_id in policy.hold_back(ready, live, turn):
-                self.requests[req_id].next_decode_eligible_step = upcoming + 1
-        elif gathers:
-            for request in decoding:
-                request.next_decode_eligible_step = 0
+        if self._pace is not None and turn % _LOOK_AT_PACE == 0:
+            policy.host_seconds = self._pace.seconds()
+        latest = upcoming + policy.lead(live, turn, self._prefill_is_due())
+        ready = [request for request in decoding if request.next_decode_eligible_step <= latest]
+        late = policy.hold_back([(r.next_decode_eligible_step, r.request_id) for r in ready], live, turn)
+        for request in ready:
+            request.next_decode_eligible_step = min(request.next_decode_eligible_step, upcoming)
+        for req_id in late:
+            self.requests[req_id].next_decode_eligible_step = upcoming + 1
 
     def _prefill_is_due(self) -> bool:
         """Whether the next rounds may carry prefill."""

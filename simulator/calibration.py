@@ -210,13 +210,14 @@ def even_pipeline(engine: str, stages: int, calibration: Calibration, requests: 
     else:
         slowest = max(costs, key=lambda cost: cost.base)
         chunks = PrefillChunks(stages, limits.tokens, slowest.base / slowest.per_prompt_token)
-        scheduler, depth = EvenScheduler(stages, limits, split_from(costs), chunks=chunks), stages + ROUNDS_AHEAD
+        scheduler = EvenScheduler(stages, limits, None, chunks=chunks, time=stage_time(costs))
+        scheduler.policy.host_seconds = calibration.constants.host.launch
+        depth = stages + ROUNDS_AHEAD
     pipeline_stages = [Stage(cost, each) for cost in costs]
     return SimulatedPipeline(scheduler, pipeline_stages, calibration.constants.host, depth)
 
 
-def split_from(costs: Sequence[StageCost]) -> int | None:
-    """From how many decoding requests on rounds are split, by the slowest stage's times: as an engine does at start."""
+def stage_time(costs: Sequence[StageCost]) -> StageTime:
+    """The slowest stage's time for a decoding round, as an engine measures it at start."""
     slowest = max(costs, key=lambda cost: cost.seconds(RoundWork.decode(256, 1)))
-    points = [(rows, slowest.seconds(RoundWork.decode(rows, 1))) for rows in (1, 32, 64, 128, 256)]
-    return StageTime.fit(points).split_from(len(costs))
+    return StageTime.fit([(rows, slowest.seconds(RoundWork.decode(rows, 1))) for rows in (1, 32, 64, 128, 256)])

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from vllm_handoff.scheduler_ext.policy import EvenRounds
+from vllm_handoff.scheduler_ext.policy import EvenRounds, StageTime
 from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
 from vllm_handoff.scheduler_ext.stage_cost import RoundWork
 from vllm_handoff.simulator.requests import SimulatedRequest
@@ -240,9 +240,10 @@ class EvenScheduler(SimulatedScheduler):
     Args:
         stages: pipeline stages.
         limits: of a round and of the engine.
-        split_from: live decoding requests from which rounds are split; None: never.
+        split_from: live decoding requests from which they are spread over `stages` rounds; None: `time` decides.
         gather: below that number, all decoding requests come to share every round.
         chunks: sizes prefill chunks; None: the token budget alone does.
+        time: of the slowest stage; None: unless `split_from` says so, nothing is spread.
     """
 
     def __init__(
@@ -252,9 +253,10 @@ class EvenScheduler(SimulatedScheduler):
         split_from: int | None,
         gather: bool = True,
         chunks: PrefillChunks | None = None,
+        time: StageTime | None = None,
     ) -> None:
         super().__init__(stages, limits)
-        self.policy = EvenRounds(stages, split_from)
+        self.policy = EvenRounds(stages, split_from, time)
         self.gather = gather
         self.chunks = chunks
 
@@ -287,14 +289,13 @@ class EvenScheduler(SimulatedScheduler):
         decoding = [request for request in self.running.values() if request.computed >= request.prefill]
         live = len(decoding)
         decoding = [request for request in decoding if request.eligible != _NEVER]
-        gathers = self.policy.gathers(live, self._rounds, self._prefill_is_due())
-        if self.policy.splits(live):
-            ready = [(request.eligible, str(request.number)) for request in decoding if request.eligible <= upcoming]
-            for number in self.policy.hold_back(ready, live, self._rounds):
-                self.running[int(number)].eligible = upcoming + 1
-        elif self.gather and gathers:
-            for request in decoding:
-                request.eligible = 0
+        lead = self.policy.lead(live, self._rounds, self._prefill_is_due()) if self.gather else 0
+        ready = [request for request in decoding if request.eligible <= upcoming + lead]
+        late = self.policy.hold_back([(r.eligible, str(r.number)) for r in ready], live, self._rounds)
+        for request in ready:
+            request.eligible = min(request.eligible, upcoming)
+        for number in late:
+            self.running[int(number)].eligible = upcoming + 1
 
     def _prefill_is_due(self) -> bool:
         if self.waiting and len(self.running) < self.limits.requests:

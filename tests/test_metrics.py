@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from vllm_handoff.executor import board, metrics
-from vllm_handoff.executor.board import Board, BoardReader, Phase, WorkerCounts
+from vllm_handoff.executor.board import Board, BoardReader, Phase, WorkerCounts, worker_board
+from vllm_handoff.executor.host_pace import HostPace
 from vllm_handoff.executor.stats import STALL_NS, RoundStats, StageProgress
-from vllm_handoff.worker import work_clock
+from vllm_handoff.worker import device_clock, device_progress, work_clock
 from vllm_handoff.worker.device_clock import DeviceClock
+from vllm_handoff.worker.device_progress import DeviceProgress
 from vllm_handoff.worker.recorder import Mark, RecordedWork, Recorder, work_of
 from vllm_handoff.worker.work_clock import WorkClock
 
@@ -109,7 +112,28 @@ def test_a_worker_tells_work_from_waiting(monkeypatch: pytest.MonkeyPatch) -> No
         "launched": 7,
         "device_round": 7,
         "output_round": -1,
+        "launch_ns": 0,
     }
+
+
+def test_a_hosts_usual_time_survives_a_compilation() -> None:
+    clock = WorkClock()
+    clock.decodes_launched(50_000_000)  # the first has kernels to load
+    for _ in range(200):
+        clock.decodes_launched(2_000_000)
+    assert 1_990_000 <= clock.counts.launch_ns <= 2_010_000
+    clock.decodes_launched(3_000_000_000)
+    assert clock.counts.launch_ns < 2_200_000
+
+
+def test_the_pace_is_the_slowest_hosts(tmp_path: Path) -> None:
+    boards = [Board(worker_board(str(tmp_path), rank), WorkerCounts()) for rank in range(2)]
+    pace = HostPace(str(tmp_path), 2)
+    assert pace.seconds() == 0
+    for writer, ns in zip(boards, (3_000_000, 2_000_000), strict=True):
+        writer.write(WorkerCounts(launch_ns=ns))
+    assert pace.seconds() == pytest.approx(3e-3)
+    assert pickle.loads(pickle.dumps(pace)).seconds() == pytest.approx(3e-3)
 
 
 class Stream:
@@ -134,7 +158,7 @@ class Event:
         self._stream = stream
         self.at: float | None = None
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.at = None
         self._stream.launched.append(self)
 
@@ -149,27 +173,34 @@ class Event:
 def test_a_devices_time_is_read_only_when_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     spent: dict[str, float] = {}
     monkeypatch.setattr(work_clock, "device_ns", spent)
+    monkeypatch.setattr(device_clock, "current_stream", lambda device: None)
+    monkeypatch.setattr(device_progress, "current_stream", lambda device: None)
     stream = Stream()
-    clock = DeviceClock(stream.event)
+    progress = DeviceProgress(torch.device("cuda", 0))
+    monkeypatch.setattr(progress, "_thread", object())  # this test looks by itself
+    clock = progress.clock = DeviceClock(torch.device("cuda", 0), stream.event)
     stream.reach(100)
     clock.mark(Mark.HANDOFF)  # warm-up: outside of a round
+    assert clock.end() is None
     clock.begin()
     clock.mark(Mark.HANDOFF)
     clock.mark(Mark.FORWARD)
-    clock.end()
+    progress.launched(1, clock.end())
     stream.reach(103, 105)  # it has begun the round, and not ended it
     clock.begin()
+    assert progress.look()
     assert spent == {"busy": 0, "idle": 0, "hop": 0, "handoff": 0}
     clock.mark(Mark.HOP_WAIT)
     clock.mark(Mark.HOP)
-    clock.end()
+    progress.launched(2, clock.end())
     stream.reach(112, 112, 113, 117, 120)
-    clock.begin()
+    assert not progress.look()
     assert spent == {"busy": 7e6 + 1e6 + 3e6, "idle": 3e6, "hop": 4e6, "handoff": 2e6}
-    for _ in range(100):
-        clock.end()
-        stream.reach(120, 120)
+    for number in range(3, 103):
         clock.begin()
+        progress.launched(number, clock.end())
+        stream.reach(120, 120)
+        progress.look()
     assert stream.events <= 12, "events are used again"
     # What the board says of it.
     counts = WorkClock()

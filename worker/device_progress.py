@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from vllm_handoff.worker import work_clock
+from vllm_handoff.worker.device_clock import DeviceClock, Marks
+from vllm_handoff.worker.streams import current_stream
 
 _LOOK_EVERY_S = 1.0
 
@@ -30,20 +32,24 @@ class DeviceProgress:
         self._cuda = device.type == "cuda"
         self._device = device
         self._lock = threading.Lock()
-        self._under_way: deque[tuple[int, Any]] = deque()
+        # The round, the event behind it, and its marks if its times are counted.
+        self._under_way: deque[tuple[int, Any, Marks | None]] = deque()
         self._spare: list[Any] = []
         self._busy = threading.Event()
         self._thread: threading.Thread | None = None
+        self.clock: DeviceClock | None = None
 
-    def launched(self, number: int) -> None:
-        """The host has launched round `number` on the current stream."""
+    def launched(self, number: int, marks: Marks | None = None) -> None:
+        """The host has launched round `number` on the current stream.
+
+        Args:
+            marks: what `clock` has put into the stream, the last of it behind the round.
+        """
         work_clock.here().launched(number, finished=not self._cuda)
         if not self._cuda:
             return
         with self._lock:
-            event = self._spare.pop() if self._spare else self._new_event()
-            event.record()
-            self._under_way.append((number, event))
+            self._under_way.append((number, marks[-1][1] if marks else self._record(), marks))
         self.look()
         if self._thread is None:
             # Only now: while graphs are captured at start, no other thread may ask the device anything.
@@ -56,12 +62,21 @@ class DeviceProgress:
         finished = None
         with self._lock:
             while self._under_way and self._under_way[0][1].query():
-                finished, event = self._under_way.popleft()
-                self._spare.append(event)
+                finished, event, marks = self._under_way.popleft()
+                if marks is None:
+                    self._spare.append(event)
+                else:
+                    assert self.clock is not None, "marks without a clock"
+                    self.clock.account(marks)
             left = bool(self._under_way)
             if finished is not None:
                 work_clock.here().device_finished(finished)
         return left
+
+    def _record(self) -> Any:
+        event = self._spare.pop() if self._spare else self._new_event()
+        event.record(current_stream(self._device))
+        return event
 
     def _new_event(self) -> Any:
         return torch.cuda.Event()

@@ -15,6 +15,7 @@ import torch
 
 from vllm_handoff.scheduler_ext.manifest import HEADER_SIZE, Manifest
 from vllm_handoff.worker.host_arrays import HostArrays
+from vllm_handoff.worker.streams import current_stream
 from vllm_handoff.worker.transfer import MOST_UNDER_WAY, Handle, Link, TransferError
 
 # Generations that no request has: of a free slot, and of a row that nobody will read.
@@ -32,8 +33,8 @@ class Sampled(NamedTuple):
     Attributes:
         idx_mapping: int64 [rows], the request slot of each row, -1 for a row to be dropped.
         sampled_tokens: int64 [rows, width].
-        num_sampled: int64 [rows].
-        num_rejected: int64 [rows].
+        num_sampled: int32 [rows].
+        num_rejected: int32 [rows].
     """
 
     idx_mapping: torch.Tensor
@@ -63,7 +64,10 @@ def pack(
     num_rejected: torch.Tensor,
     drafts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pack a round's tokens into one int64 tensor of `manifest.payload_size` elements.
+    """Pack a round's tokens into one int32 tensor of `manifest.payload_size` elements.
+
+    Tokens lie in it as they are, int64. All parts in one dtype make this one
+    kernel; of mixed dtypes PyTorch would copy each part by itself.
 
     Args:
         header: int64 [4] that the device reads, the manifest's header.
@@ -74,13 +78,12 @@ def pack(
     rows, columns = sampled_tokens.shape
     if columns < manifest.width:
         sampled_tokens = torch.nn.functional.pad(sampled_tokens, (0, manifest.width - columns))
-    parts = [header, num_sampled, num_rejected, sampled_tokens.reshape(-1)]
+    parts = [header.view(torch.int32), sampled_tokens.reshape(-1).view(torch.int32)]
     if drafts is not None:
-        parts.append(drafts.reshape(-1))
-    payload = torch.cat(parts)
-    assert payload.dtype == torch.int64, f"round {manifest.round}: {payload.dtype} tokens"
+        parts.append(drafts.reshape(-1).view(torch.int32))
+    payload = torch.cat([*parts, num_sampled.to(torch.int32), num_rejected.to(torch.int32)])
     assert rows == len(manifest.rows) and payload.numel() == manifest.payload_size, (
-        f"round {manifest.round}: {rows} rows x {columns} tokens do not fit its manifest"
+        f"round {manifest.round}: {rows} rows x {columns} tokens of {sampled_tokens.dtype} do not fit its manifest"
     )
     return payload
 
@@ -88,16 +91,21 @@ def pack(
 def unpack(manifest: Manifest, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a payload: tokens [rows, width], numbers sampled and rejected [rows], drafts [rows, width - 1]."""
     rows, width = len(manifest.rows), manifest.width
-    sizes = (HEADER_SIZE, rows, rows, rows * width, rows * (width - 1))
-    _, num_sampled, num_rejected, tokens, drafts = payload.split(sizes)
-    return tokens.view(rows, width), num_sampled, num_rejected, drafts.view(rows, width - 1)
+    sizes = (2 * HEADER_SIZE, 2 * rows * width, 2 * rows * (width - 1), rows, rows)
+    _, tokens, drafts, num_sampled, num_rejected = payload.split(sizes)
+    return (
+        tokens.view(torch.int64).view(rows, width),
+        num_sampled,
+        num_rejected,
+        drafts.view(torch.int64).view(rows, width - 1),
+    )
 
 
 class _Arriving(NamedTuple):
     """A header on its way to the host."""
 
     manifest: Manifest
-    header: torch.Tensor  # int64 [4], pinned
+    header: torch.Tensor  # int32 [8], pinned
     event: torch.cuda.Event
 
 
@@ -110,25 +118,26 @@ class HeaderCheck:
 
     def __init__(self, device: torch.device, stage: int) -> None:
         self._cuda = device.type == "cuda"
+        self._device = device
         self._stage = stage
         self._arriving: deque[_Arriving] = deque()
         self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         if self._cuda:
-            pinned = torch.empty(MOST_UNDER_WAY, HEADER_SIZE, dtype=torch.int64, pin_memory=True)
+            pinned = torch.empty(MOST_UNDER_WAY, 2 * HEADER_SIZE, dtype=torch.int32, pin_memory=True)
             self._free = [(header, torch.cuda.Event()) for header in pinned]
 
     def expect(self, manifest: Manifest, payload: torch.Tensor) -> None:
         """Start the check of a payload that arrived for `manifest`."""
         if not self._cuda:
-            self._compare(manifest, payload[:HEADER_SIZE])
+            self._compare(manifest, payload[: 2 * HEADER_SIZE].view(torch.int64))
             return
         if not self._free:
             # The host is this many handoffs ahead of the device, more than a scheduler lets it be.
             self._arriving[0].event.synchronize()
             self.poll()
         header, event = self._free.pop()
-        header.copy_(payload[:HEADER_SIZE], non_blocking=True)
-        event.record()
+        header.copy_(payload[: 2 * HEADER_SIZE], non_blocking=True)
+        event.record(current_stream(self._device))
         self._arriving.append(_Arriving(manifest, header, event))
 
     def poll(self) -> None:
@@ -139,7 +148,7 @@ class HeaderCheck:
         """
         while self._arriving and self._arriving[0].event.query():
             manifest, header, event = self._arriving.popleft()
-            self._compare(manifest, header)
+            self._compare(manifest, header.view(torch.int64))
             self._free.append((header, event))
 
     def _compare(self, manifest: Manifest, header: torch.Tensor) -> None:
@@ -236,7 +245,7 @@ class HandoffReceiver:
         idle = [index for index, row in enumerate(rows) if not row.feeds]
         if idle:
             generations[idle] = _NOBODY
-        payload = torch.empty(manifest.payload_size, dtype=torch.int64, device=self._device)
+        payload = torch.empty(manifest.payload_size, dtype=torch.int32, device=self._device)
         # Posted in its own round, though it is waited for in a later one: the last stage's send needs
         # nothing of this stage but this round, so neither can wait for what the other has yet to launch.
         receive = self._sender.post_receive(payload, f"round {manifest.round}, handoff")

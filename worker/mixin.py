@@ -6,6 +6,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
+from vllm_handoff.worker import work_clock
 from vllm_handoff.worker.device_clock import DeviceClock
 from vllm_handoff.worker.device_progress import DeviceProgress
 from vllm_handoff.worker.recorder import Mark, Recorder
@@ -34,6 +35,7 @@ class HandoffWorkerMixin(_Base):
     _progress: DeviceProgress
     # The round under way, if it is the scheduler's.
     _round: int | None = None
+    _decodes = False  # whether it has nothing else
 
     def init_device(self) -> None:
         self._timeline = Timeline()
@@ -62,7 +64,7 @@ class HandoffWorkerMixin(_Base):
         gc.freeze()
         if self.device.type == "cuda":
             # Not before: graphs are captured in warm-up, and a capture takes no timing events.
-            self._recorder.clock = DeviceClock()
+            self._recorder.clock = self._progress.clock = DeviceClock(self.device)
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -72,6 +74,7 @@ class HandoffWorkerMixin(_Base):
         self._timeline.begin(manifest.round)
         self._recorder.begin(manifest.round, manifest.num_tokens, len(manifest.rows), scheduler_output)
         self._round = manifest.round if self._warm_up is None else None
+        self._decodes = 0 < manifest.num_tokens <= len(manifest.rows) * manifest.width
         self.model_runner.begin_round(manifest)
         if self._links is not None:
             self._links.begin_round(manifest)
@@ -83,15 +86,18 @@ class HandoffWorkerMixin(_Base):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
-        self._end_round()
+        self._end_round(waited=grammar_output is not None)
         return output
 
-    def _end_round(self) -> None:
-        self._timeline.end()
-        self._recorder.end()
-        if self._round is not None:
-            self._progress.launched(self._round)
-            self._round = None
+    def _end_round(self, waited: bool = False) -> None:
+        took = self._timeline.end()
+        marks = self._recorder.end()
+        if self._round is None:
+            return
+        if self._decodes and not waited and self.device.type == "cuda":
+            work_clock.here().decodes_launched(took)
+        self._progress.launched(self._round, marks)
+        self._round = None
 
     def handoff_stage_times(self) -> list[tuple[int, float]]:
         """(rows, seconds) that this rank's stage takes for decoding rounds. Called once, after warm-up."""

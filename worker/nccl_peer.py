@@ -29,6 +29,7 @@ from vllm_handoff.worker.rendezvous import (
     SharedPage,
     probe,
 )
+from vllm_handoff.worker.streams import current_stream
 from vllm_handoff.worker.transfer import MOST_UNDER_WAY, Link, TransferError
 
 logger = init_logger(__name__)
@@ -100,14 +101,14 @@ class NcclPeer:
 
     def receive(self, tensor: torch.Tensor, what: str) -> None:
         """Receive into a contiguous tensor, in order with the current stream's other work."""
-        self._transfer(self._nccl.ncclRecv, tensor, torch.cuda.current_stream(self._device), f"{what}: receiving from")
+        self._transfer(self._nccl.ncclRecv, tensor, current_stream(self._device), f"{what}: receiving from")
 
     def _start(self, operation: Any, tensor: torch.Tensor, what: str) -> NcclTransfer:
         """Put a transfer into this link's stream, after the current stream's work so far."""
-        self._ready.record(torch.cuda.current_stream(self._device))
+        self._ready.record(current_stream(self._device))
         self._stream.wait_event(self._ready)
         self._transfer(operation, tensor, self._stream, what)
-        handle = NcclTransfer()
+        handle = NcclTransfer(self._device)
         handle.event.record(self._stream)
         return handle
 
@@ -132,12 +133,13 @@ class NcclPeer:
 class NcclTransfer:
     """A transfer in its link's stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.event = torch.cuda.Event()
 
     def wait(self) -> None:
         """Let the current stream wait for the transfer: the tensor may be overwritten, or read, after that."""
-        self.event.wait()
+        self.event.wait(current_stream(self._device))
 
     def is_completed(self) -> bool:
         return self.event.query()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from vllm_handoff.worker.device_clock import DeviceClock
+    from vllm_handoff.worker.device_clock import DeviceClock, Marks
 
 
 class Mark(IntEnum):
@@ -120,13 +120,13 @@ class Recorder:
             self.clock.mark(mark)
         self._record(mark)
 
-    def end(self) -> None:
-        """The host has launched the round."""
-        if self.clock is not None:
-            self.clock.end()
+    def end(self) -> Marks | None:
+        """The host has launched the round. What the clock has marked in it, if there is one."""
+        marks = self.clock.end() if self.clock is not None else None
         if self.on and self._rounds:
             self._record(Mark.END)
             self._rounds[-1][4][1] = time.monotonic()
+        return marks
 
     def stop(self) -> list[RecordedRound]:
         """Stop recording and read the times. Waits for the device."""

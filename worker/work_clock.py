@@ -11,6 +11,8 @@ from vllm_handoff.executor.board import Phase, WorkerCounts
 
 # How this process's device has spent its time, in ns: empty on a CPU, whose host is the device (device_clock.py).
 device_ns: dict[str, float] = {}
+# Rounds over which a host's time is averaged.
+_SMOOTH = 16
 
 
 class WorkClock:
@@ -99,6 +101,13 @@ class WorkClock:
             if finished:
                 self.counts.device_round = number
             self._publish(self.counts)
+
+    def decodes_launched(self, ns: int) -> None:
+        """Launching a round that only decodes took the host so long."""
+        with self._lock:
+            usual = self.counts.launch_ns
+            # Once in a while a kernel is compiled, or the machine busy with something else.
+            self.counts.launch_ns = usual + (min(ns, 2 * usual) - usual) // _SMOOTH if usual else ns
 
     def device_finished(self, number: int) -> None:
         """The device has finished round `number`."""

@@ -25,7 +25,7 @@ class Event:
         self.recorded = 0
         Event.made.append(self)
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.recorded += 1
         self.done = False
 
@@ -42,6 +42,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerCounts]:
     Event.made, Event.asked = [], 0
     monkeypatch.setattr(DeviceProgress, "_new_event", lambda self: Event())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(device_progress, "current_stream", lambda device: None)
     monkeypatch.setattr(device_progress, "_LOOK_EVERY_S", 0.02)
     before = work_clock.here()
     yield work_clock.install(WorkClock()).counts

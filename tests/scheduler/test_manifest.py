@@ -16,8 +16,8 @@ def test_survives_the_wire() -> None:
 
 
 def test_payload_size_is_fixed_by_rows_and_width() -> None:
-    assert Manifest(round=1, num_tokens=2, rows=ROWS).payload_size == HEADER_SIZE + 2 * 3
-    assert Manifest(round=1, num_tokens=9, rows=ROWS, width=4).payload_size == HEADER_SIZE + 2 * (2 + 4 + 3)
+    assert Manifest(round=1, num_tokens=2, rows=ROWS).payload_size == 2 * (HEADER_SIZE + 2 * (1 + 1))
+    assert Manifest(round=1, num_tokens=9, rows=ROWS, width=4).payload_size == 2 * (HEADER_SIZE + 2 * (4 + 3 + 1))
 
 
 @pytest.mark.parametrize(

@@ -22,19 +22,45 @@ def test_noise_never_makes_a_part_negative() -> None:
 
 
 def test_splitting_starts_where_it_is_worthwhile() -> None:
-    time = StageTime(2.6e-3, 12e-6)
-    rows = time.split_from(2)
+    policy = EvenRounds(2, None, StageTime(2.6e-3, 12e-6))
+    rows = policy.spreads_from(512)
     assert rows is not None
 
     def gain(n: int) -> float:
-        return 1 - time.of(n / 2) / time.of(n)
+        return 1 - policy.time.of(n / 2) / policy.time.of(n)  # type: ignore[union-attr]
 
     assert gain(rows) >= WORTHWHILE > gain(rows - 1)
 
 
 def test_a_stage_whose_time_does_not_grow_is_never_split() -> None:
-    assert StageTime(1e-3, 0.0).split_from(2) is None
-    assert StageTime(1e-3, 1e-6).split_from(1) is None
+    assert EvenRounds(2, None, StageTime(1e-3, 0.0)).spreads_from(512) is None
+    assert EvenRounds(1, None, StageTime(1e-3, 1e-6)).parts(512) == 1
+    assert EvenRounds(4, None).parts(512) == 1
+
+
+def test_what_hosts_cannot_launch_in_time_is_not_spread() -> None:
+    time = StageTime(1.3e-3, 8e-6)
+    assert time.parts(256, stages=4) == 4
+    # All together take the devices 13.4 ms, in two rounds 9.3; four rounds would take the hosts 12, three 9.
+    assert time.parts(256, stages=4, host=3e-3) == 2
+    assert time.parts(256, stages=4, host=2e-3) == 3
+    assert time.parts(256, stages=4, host=7e-3) == 1
+    # At two stages: 64 together in 3.6 ms, in two rounds 3.1 ms, or as long as the hosts need.
+    assert [time.parts(64, stages=2, host=host) for host in (0, 1.5e-3, 2e-3, 3e-3)] == [2, 2, 1, 1]
+
+
+@given(
+    st.floats(1e-5, 1e-1), st.floats(0, 1e-3), st.integers(1, 1000), st.integers(1, 16), st.floats(0, 1e-1),
+)  # fmt: skip
+def test_spreading_never_makes_a_trip_longer(base: float, per_row: float, live: int, stages: int, host: float) -> None:
+    time = StageTime(base, per_row)
+    parts = time.parts(live, stages, host)
+    assert 1 <= parts <= max(1, min(stages, live))
+    best = min(time.trip(live, other, stages, host) for other in range(1, min(stages, live) + 1))
+    chosen, together = time.trip(live, parts, stages, host), time.trip(live, 1, stages, host)
+    assert chosen <= together
+    # Within what a further round has to gain, of the best.
+    assert chosen * (1 - WORTHWHILE) <= best * (1 + 1e-9)
 
 
 def test_the_cap_follows_the_live_number() -> None:
@@ -56,11 +82,19 @@ def test_caps_of_a_trip_add_up_and_differ_by_one(live: int, stages: int, turn: i
 def test_few_requests_come_together_once_no_prompt_has_arrived_for_a_while() -> None:
     policy = EvenRounds(stages=2, split_from=10)
     quiet = 2 * QUIET_TRIPS
-    assert [policy.gathers(3, turn, prefill_is_due=turn < 5) for turn in range(4 + quiet)] == [False] * (4 + quiet)
-    assert not policy.gathers(3, 4 + quiet, prefill_is_due=False)
-    assert policy.gathers(3, 5 + quiet, prefill_is_due=False)
-    assert not policy.gathers(10, 6 + quiet, prefill_is_due=False)
-    assert not policy.gathers(3, 7 + quiet, prefill_is_due=True)
+    assert [policy.lead(3, turn, prefill_is_due=turn < 5) for turn in range(4 + quiet)] == [0] * (4 + quiet)
+    assert policy.lead(3, 4 + quiet, prefill_is_due=False) == 0
+    assert policy.lead(3, 5 + quiet, prefill_is_due=False) == 1
+    assert policy.lead(10, 6 + quiet, prefill_is_due=False) == 0
+    assert policy.lead(3, 7 + quiet, prefill_is_due=True) == 0
+
+
+def test_requests_spread_over_fewer_rounds_than_stages_come_round_the_sooner() -> None:
+    policy = EvenRounds(4, None, StageTime(1.3e-3, 8e-6))
+    policy.host_seconds = 3e-3
+    quiet = 4 * QUIET_TRIPS + 1
+    assert policy.parts(256) == 2 and policy.lead(256, quiet, prefill_is_due=False) == 2
+    assert [policy.cap(255, turn) for turn in range(4)] == [127, 128, 127, 128]
 
 
 def test_the_longest_waiting_go_first() -> None:
