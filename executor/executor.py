@@ -187,8 +187,9 @@ class HandoffExecutor(Executor):
         """Warm the workers up, then measure what a round costs each stage, for the scheduler made next."""
         super().compile_or_warm_up_model()
         if self.parallel_config.pipeline_parallel_size > 1 and self.model_config.runner_type != "pooling":
-            keep_stage_times(self.vllm_config, self.collective_rpc("handoff_stage_times"))
-            keep_pace(self.vllm_config, HostPace(self._plane.folder.path, self.parallel_config.world_size))
+            ranks = self.collective_rpc("handoff_stage_times")
+            keep_stage_times(self.vllm_config, ranks, self._plane.stage_size)
+            keep_pace(self.vllm_config, HostPace(self._plane.folder.path, len(ranks)))
         self._starting = False
 
     def execute_dummy_batch(self) -> None:

@@ -63,6 +63,15 @@ WITH_STAGES = (
         'drop --no-async-scheduling; for n-grams choose the method "ngram_gpu"',
     ),
     Refusal(
+        "speculative decoding of models with recurrent state (hybrid, Mamba) with pipeline parallelism",
+        lambda c: (
+            c.speculative_config is not None
+            and c.model_config is not None
+            and (c.model_config.is_hybrid or c.model_config.has_inner_state)
+        ),
+        "drop --speculative-config, or use --distributed-executor-backend mp",
+    ),
+    Refusal(
         "pooling models with pipeline parallelism",
         _model(lambda m: m.runner_type == "pooling"),
         "set --pipeline-parallel-size 1",
@@ -78,20 +87,14 @@ WITH_STAGES = (
         "set --pipeline-parallel-size 1",
     ),
     Refusal(
-        "models with recurrent state (hybrid, Mamba) with pipeline parallelism",
-        _model(lambda m: m.is_hybrid or m.has_inner_state),
-        "use --distributed-executor-backend mp",
-    ),
-    # Nothing in it is known to be wrong on a GPU; it has not been run on one.
-    Refusal(
-        "multimodal inputs with pipeline parallelism on a GPU",
-        lambda c: c.model_config.supports_multimodal_inputs and not _on_a_cpu(c),
-        "add --language-model-only, or use --distributed-executor-backend mp",
+        "KV connectors other than OffloadingConnector with pipeline parallelism",
+        lambda c: c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector != "OffloadingConnector",
+        "drop --kv-transfer-config, or use --distributed-executor-backend mp",
     ),
     Refusal(
-        "KV connectors with pipeline parallelism",
-        lambda c: c.kv_transfer_config is not None or c.ec_transfer_config is not None,
-        "drop --kv-transfer-config and --ec-transfer-config, or use --distributed-executor-backend mp",
+        "encoder-cache connectors with pipeline parallelism",
+        lambda c: c.ec_transfer_config is not None,
+        "drop --ec-transfer-config, or use --distributed-executor-backend mp",
     ),
 )
 

@@ -5,65 +5,103 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Requests are spread over more rounds once that shortens their trip by this share.
-# Below it, further rounds cost the engine and the hosts more than they save the devices.
+# Requests are spread over several rounds once that shortens their trip by this share.
+# Below it, twice as many rounds cost the engine more than they save the devices.
 WORTHWHILE = 0.05
+# The same for a round more, of those that are spread.
+TELLING = 0.01
 # Few requests come together after this many trips without prefill. Sooner costs online loads up to a tenth of their
 # throughput at two stages (simulated): the next prompt's prefill then delays all of them at once. A burst loses 0.5%.
 QUIET_TRIPS = 16
 
+# Rows by which stages are compared.
+_MANY = 256
+
+
+class StagePoint(NamedTuple):
+    """A decoding round that was measured on one stage.
+
+    Attributes:
+        rows: decoding requests.
+        context: tokens that each attends to.
+        seconds: what it took.
+    """
+
+    rows: int
+    context: int
+    seconds: float
+
 
 class StageTime(NamedTuple):
-    """A stage's time for a decoding round, modelled as base + per_row x rows, in seconds.
+    """A stage's time for a decoding round, modelled as base + per_row x rows + per_context x context, in seconds.
 
     The base is reading the weights; it does not shrink when a round is split.
+    The context is the tokens that all rows together attend to.
     """
 
     base: float
     per_row: float
+    per_context: float = 0.0
 
     @classmethod
-    def fit(cls, points: Sequence[tuple[int, float]]) -> StageTime:
-        """The least-squares line through (rows, seconds), neither part below zero.
+    def fit(cls, points: Sequence[StagePoint]) -> StageTime:
+        """The least-squares line through rounds without context, no part below zero, and what context adds to it.
 
         Raises:
             ValueError: fewer than two different numbers of rows.
         """
-        if len({rows for rows, _ in points}) < 2:
+        plain = [(rows, seconds) for rows, context, seconds in points if not context]
+        if len({rows for rows, _ in plain}) < 2:
             raise ValueError(f"a line needs two different numbers of rows, got {points}")
-        mean_x = sum(rows for rows, _ in points) / len(points)
-        mean_y = sum(seconds for _, seconds in points) / len(points)
-        slope = sum((rows - mean_x) * (seconds - mean_y) for rows, seconds in points)
-        slope /= sum((rows - mean_x) ** 2 for rows, _ in points)
+        mean_x = sum(rows for rows, _ in plain) / len(plain)
+        mean_y = sum(seconds for _, seconds in plain) / len(plain)
+        slope = sum((rows - mean_x) * (seconds - mean_y) for rows, seconds in plain)
+        slope /= sum((rows - mean_x) ** 2 for rows, _ in plain)
         slope = max(0.0, slope)
-        return cls(max(0.0, mean_y - slope * mean_x), slope)
+        line = cls(max(0.0, mean_y - slope * mean_x), slope)
+        deep = [(p.seconds - line.of(p.rows)) / (p.rows * p.context) for p in points if p.context]
+        return line._replace(per_context=max(0.0, sum(deep) / len(deep))) if deep else line
 
-    def of(self, rows: float) -> float:
-        """Seconds for a round of `rows`."""
-        return self.base + self.per_row * rows
+    def of(self, rows: float, context: float = 0.0) -> float:
+        """Seconds for a round of `rows`, each with `context` tokens of context."""
+        return self.base + (self.per_row + self.per_context * context) * rows
 
     @property
     def weight_rows(self) -> float | None:
         """Rows that take as long as reading the weights, None if rows were found to cost nothing."""
         return self.base / self.per_row if self.per_row > 0 else None
 
-    def trip(self, live: int, parts: int, stages: int, host: float) -> float:
+
+class PipelineTime(NamedTuple):
+    """The stages' times, first to last."""
+
+    stages: tuple[StageTime, ...]
+
+    @property
+    def slowest(self) -> StageTime:
+        """The stage that sets the pace of many requests."""
+        return max(self.stages, key=lambda stage: stage.of(_MANY))
+
+    def trip(self, live: int, parts: int, context: float = 0.0, host: float = 0.0) -> float:
         """Seconds in which each of `live` requests gets a token when they are spread over `parts` rounds.
 
-        A token's round passes all stages before the next of the same requests
-        can begin; meanwhile the hosts launch the rounds of the others, one after the other.
+        A round passes all stages before the next of the same requests can
+        begin. Meanwhile every stage computes the rounds of all the others, one
+        after the other, and every host launches them.
 
         Args:
-            host: seconds that a round takes the busiest host, whatever it holds.
+            context: tokens of context of a request.
+            host: seconds that a round takes the slowest host, whatever it holds.
         """
-        return max(stages * self.of(live / parts), parts * host)
+        times = [stage.of(live / parts, context) for stage in self.stages]
+        return max(sum(times), parts * max(times), parts * host)
 
-    def parts(self, live: int, stages: int, host: float = 0.0) -> int:
+    def parts(self, live: int, context: float = 0.0, host: float = 0.0) -> int:
         """Over how many rounds, at most as many as stages, to spread `live` requests; see `trip`."""
-        best, least = 1, self.trip(live, 1, stages, host)
-        for parts in range(2, min(stages, live) + 1):
-            seconds = self.trip(live, parts, stages, host)
-            if seconds <= (1 - WORTHWHILE) * least:
+        best, least = 1, self.trip(live, 1, context, host)
+        for parts in range(2, min(len(self.stages), live) + 1):
+            seconds = self.trip(live, parts, context, host)
+            if seconds <= (1 - (WORTHWHILE if best == 1 else TELLING)) * least:
                 best, least = parts, seconds
         return best
 
@@ -79,17 +117,19 @@ class EvenRounds:
     Args:
         stages: pipeline stages.
         split_from: live decoding requests from which they are spread over `stages` rounds; None: `time` decides.
-        time: of the slowest stage; None: unless `split_from` says so, nothing is spread.
+        time: of the stages; None: unless `split_from` says so, nothing is spread.
 
     Attributes:
-        host_seconds: what a round takes the busiest host, 0 as long as it is not known.
+        host_seconds: what a round takes the slowest host, 0 as long as it is not known.
+        context: tokens of context of a decoding request, on average.
     """
 
-    def __init__(self, stages: int, split_from: int | None, time: StageTime | None = None) -> None:
+    def __init__(self, stages: int, split_from: int | None, time: PipelineTime | None = None) -> None:
         self.stages = stages
         self.split_from = split_from
         self.time = time
         self.host_seconds = 0.0
+        self.context = 0.0
         self._newest_prefill = 0
 
     def parts(self, live: int) -> int:
@@ -98,7 +138,9 @@ class EvenRounds:
             return 1
         if self.split_from is not None:
             return self.stages if live >= self.split_from else 1
-        return self.time.parts(live, self.stages, self.host_seconds) if self.time is not None else 1
+        if self.time is None:
+            return 1
+        return self.time.parts(live, self.context, self.host_seconds)
 
     def spreads_from(self, most: int) -> int | None:
         """The smallest number of requests, up to `most`, that are spread over several rounds; None if there is none."""

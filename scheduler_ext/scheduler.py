@@ -19,7 +19,7 @@ from vllm_handoff.scheduler_ext.manifest import attach, manifest_of
 from vllm_handoff.scheduler_ext.policy import EvenRounds, StageTime
 from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
 from vllm_handoff.scheduler_ext.settings import HandoffSettings
-from vllm_handoff.scheduler_ext.stage_time import pace_of, stage_time_of
+from vllm_handoff.scheduler_ext.stage_time import pace_of, time_of
 
 logger = init_logger(__name__)
 
@@ -30,7 +30,7 @@ else:
 
 # Later than any step: a request that must not be scheduled again.
 _NEVER = 1 << 60
-# Rounds from one look at the hosts' pace to the next.
+# Rounds from one look at the hosts' pace and the requests' context to the next.
 _LOOK_AT_PACE = 64
 
 
@@ -167,9 +167,10 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = HandoffSettings.of(self.vllm_config)
-        measured = stage_time_of(self.vllm_config)
+        time = time_of(self.vllm_config)
+        measured = time.slowest if time is not None else None
         if settings.split_rows == "auto":
-            self.rounds_policy = EvenRounds(self._stages, None, measured)
+            self.rounds_policy = EvenRounds(self._stages, None, time)
         else:
             self.rounds_policy = EvenRounds(self._stages, settings.split_rows or None)
         self._pace = pace_of(self.vllm_config)
@@ -179,10 +180,11 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         if self._stages > 1:
             first = self.rounds_policy.spreads_from(self.max_num_active_reqs)
             logger.info(
-                "Decoding requests are spread over up to %d rounds from %s on (%s).",
+                "Decoding requests are spread over up to %d rounds, with hosts that keep up from %s on (%s).",
                 self._stages,
                 "no number" if first is None else f"{first} requests",
-                f"measured stage time {1000 * measured.base:.2f} ms + {1e6 * measured.per_row:.1f} us a row"
+                f"the slowest stage takes {1000 * measured.base:.2f} ms, {1e6 * measured.per_row:.1f} us a row and "
+                f"{1e6 * measured.per_context:.4f} us a token of its context"
                 if measured is not None
                 else "no stage time measured",
             )
@@ -259,8 +261,9 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         live = len(decoding)
         decoding = [request for request in decoding if request.next_decode_eligible_step != _NEVER]
         turn = self.ledger.next_round
-        if self._pace is not None and turn % _LOOK_AT_PACE == 0:
-            policy.host_seconds = self._pace.seconds()
+        if turn % _LOOK_AT_PACE == 0:
+            policy.host_seconds = self._pace.seconds() if self._pace is not None else 0.0
+            policy.context = sum(request.num_computed_tokens for request in decoding) / max(1, len(decoding))
         latest = upcoming + policy.lead(live, turn, self._prefill_is_due())
         ready = [request for request in decoding if request.next_decode_eligible_step <= latest]
         late = policy.hold_back([(r.next_decode_eligible_step, r.request_id) for r in ready], live, turn)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from vllm_handoff.scheduler_ext.policy import StageTime
+from vllm_handoff.scheduler_ext.policy import PipelineTime, StagePoint, StageTime
 
-_STAGE_TIME = "_handoff_stage_time"
+_TIME = "_handoff_pipeline_time"
 _PACE = "_handoff_host_pace"
 
 
@@ -18,24 +18,30 @@ class Pace(Protocol):
         """What launching a round that only decodes takes the slowest host; 0 if not known."""
 
 
-def keep_stage_times(vllm_config: Any, stages: Sequence[Sequence[tuple[int, float]]]) -> StageTime | None:
-    """Keep what each stage measured, as (rows, seconds) points; the slowest stage sets the pace.
+def keep_stage_times(
+    vllm_config: Any, ranks: Sequence[Sequence[StagePoint]], stage_size: int = 1
+) -> PipelineTime | None:
+    """Keep what was measured.
+
+    Args:
+        ranks: each rank's rounds.
+        stage_size: ranks of a stage, which is as slow as its slowest.
 
     Returns:
-        The fitted time of the slowest stage, None if nothing was measured.
+        The stages' times, None if nothing was measured.
     """
-    fits = [StageTime.fit(points) for points in stages if len({rows for rows, _ in points}) >= 2]
-    if not fits:
+    if not all(len({point.rows for point in points if not point.context}) >= 2 for points in ranks):
         return None
-    most = max(rows for points in stages for rows, _ in points)
-    slowest = max(fits, key=lambda fit: fit.of(most))
-    object.__setattr__(vllm_config, _STAGE_TIME, slowest)
-    return slowest
+    fits = [StageTime.fit(points) for points in ranks]
+    stages = [PipelineTime(tuple(fits[at : at + stage_size])).slowest for at in range(0, len(fits), stage_size)]
+    time = PipelineTime(tuple(stages))
+    object.__setattr__(vllm_config, _TIME, time)
+    return time
 
 
-def stage_time_of(vllm_config: Any) -> StageTime | None:
+def time_of(vllm_config: Any) -> PipelineTime | None:
     """What keep_stage_times kept, None if nothing was measured."""
-    return getattr(vllm_config, _STAGE_TIME, None)
+    return getattr(vllm_config, _TIME, None)
 
 
 def keep_pace(vllm_config: Any, pace: Pace) -> None:

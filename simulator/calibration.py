@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_handoff.scheduler_ext.model_shape import ModelShape
-from vllm_handoff.scheduler_ext.policy import StageTime
+from vllm_handoff.scheduler_ext.policy import PipelineTime, StagePoint, StageTime
 from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
 from vllm_handoff.scheduler_ext.settings import ROUNDS_AHEAD
 from vllm_handoff.scheduler_ext.stage_cost import Device, RoundWork, StageCost, stage_costs
@@ -210,14 +210,15 @@ def even_pipeline(engine: str, stages: int, calibration: Calibration, requests: 
     else:
         slowest = max(costs, key=lambda cost: cost.base)
         chunks = PrefillChunks(stages, limits.tokens, slowest.base / slowest.per_prompt_token)
-        scheduler = EvenScheduler(stages, limits, None, chunks=chunks, time=stage_time(costs))
+        scheduler = EvenScheduler(stages, limits, None, chunks=chunks, time=pipeline_time(costs))
         scheduler.policy.host_seconds = calibration.constants.host.launch
         depth = stages + ROUNDS_AHEAD
     pipeline_stages = [Stage(cost, each) for cost in costs]
     return SimulatedPipeline(scheduler, pipeline_stages, calibration.constants.host, depth)
 
 
-def stage_time(costs: Sequence[StageCost]) -> StageTime:
-    """The slowest stage's time for a decoding round, as an engine measures it at start."""
-    slowest = max(costs, key=lambda cost: cost.seconds(RoundWork.decode(256, 1)))
-    return StageTime.fit([(rows, slowest.seconds(RoundWork.decode(rows, 1))) for rows in (1, 32, 64, 128, 256)])
+def pipeline_time(costs: Sequence[StageCost]) -> PipelineTime:
+    """The stages' times for decoding rounds, as an engine measures them at start."""
+    shapes = ((1, 0), (32, 0), (64, 0), (128, 0), (256, 0), (64, 1024))
+    measured = [[StagePoint(*shape, cost.seconds(RoundWork.decode(*shape))) for shape in shapes] for cost in costs]
+    return PipelineTime(tuple(map(StageTime.fit, measured)))

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from vllm_handoff.scheduler_ext.policy import EvenRounds, StageTime
+from vllm_handoff.scheduler_ext.policy import EvenRounds, PipelineTime
 from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
 from vllm_handoff.scheduler_ext.stage_cost import RoundWork
 from vllm_handoff.simulator.requests import SimulatedRequest
@@ -243,7 +243,7 @@ class EvenScheduler(SimulatedScheduler):
         split_from: live decoding requests from which they are spread over `stages` rounds; None: `time` decides.
         gather: below that number, all decoding requests come to share every round.
         chunks: sizes prefill chunks; None: the token budget alone does.
-        time: of the slowest stage; None: unless `split_from` says so, nothing is spread.
+        time: of the stages; None: unless `split_from` says so, nothing is spread.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class EvenScheduler(SimulatedScheduler):
         split_from: int | None,
         gather: bool = True,
         chunks: PrefillChunks | None = None,
-        time: StageTime | None = None,
+        time: PipelineTime | None = None,
     ) -> None:
         super().__init__(stages, limits)
         self.policy = EvenRounds(stages, split_from, time)
@@ -289,6 +289,7 @@ class EvenScheduler(SimulatedScheduler):
         decoding = [request for request in self.running.values() if request.computed >= request.prefill]
         live = len(decoding)
         decoding = [request for request in decoding if request.eligible != _NEVER]
+        self.policy.context = sum(request.computed for request in decoding) / max(1, len(decoding))
         lead = self.policy.lead(live, self._rounds, self._prefill_is_due()) if self.gather else 0
         ready = [request for request in decoding if request.eligible <= upcoming + lead]
         late = self.policy.hold_back([(r.eligible, str(r.number)) for r in ready], live, self._rounds)

@@ -16,6 +16,7 @@ from vllm_handoff.worker.warm_up import WarmUpManifests
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
+    from vllm_handoff.scheduler_ext.policy import StagePoint
     from vllm_handoff.worker.stage_links import StageLinks
 else:
     _Base = object
@@ -99,8 +100,8 @@ class HandoffWorkerMixin(_Base):
         self._progress.launched(self._round, marks)
         self._round = None
 
-    def handoff_stage_times(self) -> list[tuple[int, float]]:
-        """(rows, seconds) that this rank's stage takes for decoding rounds. Called once, after warm-up."""
+    def handoff_stage_times(self) -> list[StagePoint]:
+        """What this rank's stage takes for decoding rounds. Called once, after warm-up."""
         from vllm_handoff.worker.stage_clock import measure_stage
 
         return measure_stage(self.model_runner, self.device)

@@ -3,49 +3,67 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from vllm_handoff.scheduler_ext.policy import StagePoint
+
 REPEATS = 5
-# The widest rounds measured; a line through these is all the policy asks for.
+# Rows of the rounds measured; a line through them is all the policy asks for.
 ROWS_ON_GPU = (1, 32, 64, 128, 256)
 ROWS_ON_CPU = (1, 16)
+# The round that tells what context costs: rows, and tokens of context of each.
+LONG_ROWS, LONG_CONTEXT = 64, 1024
+# About 20 ms, longer than a host takes to launch a round.
+_SLEEP_CYCLES = 40_000_000
 
 
-def measure_stage(runner: Any, device: torch.device) -> list[tuple[int, float]]:
-    """(rows, seconds) of this stage for decoding rounds, the head included where this stage has it.
+def measure_stage(runner: Any, device: torch.device) -> list[StagePoint]:
+    """What this stage takes for decoding rounds, the head included where this stage has it.
 
     A row has one token, and with speculative decoding its drafts beside it,
-    whose proposer runs too. Without transfers and with the shortest context,
-    so a real round takes longer.
+    whose proposer runs too. On a GPU the device's own time, without transfers
+    and without what the host needs to launch.
     """
+    clock = _device_seconds if device.type == "cuda" else _host_seconds
     most = min(runner.max_num_reqs, runner.max_num_tokens // runner.decode_query_len)
     rows = [count for count in (ROWS_ON_GPU if device.type == "cuda" else ROWS_ON_CPU) if count <= most]
+    shapes = [(count, 0) for count in rows]
+    if device.type == "cuda":
+        shapes.append((min(LONG_ROWS, most), min(LONG_CONTEXT, runner.max_model_len // 2)))
     points = []
-    for count in rows:
-        _run(runner, count)
-        seconds = []
-        for _ in range(REPEATS):
-            _settle(device)
-            begin = time.perf_counter()
-            _run(runner, count)
-            _settle(device)
-            seconds.append(time.perf_counter() - begin)
+    for count, context in shapes:
+        _run(runner, count, context)
         # The least: whatever else the machine was doing only adds.
-        points.append((count, min(seconds)))
+        seconds = min(clock(lambda: _run(runner, count, context)) for _ in range(REPEATS))  # noqa: B023
+        points.append(StagePoint(count, context, seconds))
     return points
 
 
 @torch.inference_mode()
-def _run(runner: Any, count: int) -> None:
+def _run(runner: Any, count: int, context: int) -> None:
     tokens = count * runner.decode_query_len
-    hidden_states, _ = runner._dummy_run(tokens, uniform_decode=True, skip_eplb=True)
+    hidden_states, _ = runner._dummy_run(tokens, uniform_decode=True, context_len=context, skip_eplb=True)
     if runner.is_last_pp_rank and hidden_states is not None:
         runner.model.compute_logits(hidden_states[:tokens]).argmax(dim=-1)
 
 
-def _settle(device: torch.device) -> None:
-    # At start only; nothing in a round waits for the device.
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _host_seconds(run: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _device_seconds(run: Callable[[], None]) -> float:
+    """The device's time for what `run` launches. At start only: nothing in a round waits for the device."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    # Meanwhile the host launches everything; or else the gaps between its launches would be counted.
+    torch.cuda._sleep(_SLEEP_CYCLES)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000

@@ -146,7 +146,7 @@ def test_other_backends_are_untouched(new_process: NewProcess, args: dict[str, A
     ("more", "what"),
     [
         ({"runner": "pooling"}, "pooling models"),
-        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors .*"),
     ],
 )
 def test_refused_with_more_than_one_stage(
@@ -192,7 +192,6 @@ def _configuration(stages: int = 2, **different: Any) -> SimpleNamespace:
             is_diffusion=False,
             is_hybrid=False,
             has_inner_state=False,
-            supports_multimodal_inputs=False,
         ),
     )
     for path, value in different.items():
@@ -227,9 +226,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "pooling models with pipeline parallelism": {"model_config__runner_type": "pooling"},
     "encoder-decoder models with pipeline parallelism": {"model_config__is_encoder_decoder": True},
     "diffusion models with pipeline parallelism": {"model_config__is_diffusion": True},
-    "models with recurrent state (hybrid, Mamba) with pipeline parallelism": {"model_config__has_inner_state": True},
-    "multimodal inputs with pipeline parallelism on a GPU": {"model_config__supports_multimodal_inputs": True},
-    "KV connectors with pipeline parallelism": {"kv_transfer_config": object()},
+    "speculative decoding of models with recurrent state (hybrid, Mamba) with pipeline parallelism": {
+        "speculative_config": _drafting("ngram_gpu"),
+        "model_config__is_hybrid": True,
+    },
+    "KV connectors other than OffloadingConnector with pipeline parallelism": {
+        "kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")
+    },
+    "encoder-cache connectors with pipeline parallelism": {"ec_transfer_config": object()},
     "speculative decoding by this method on a CPU": {"speculative_config": _drafting("dflash")},
     "pooling models on a CPU": {"model_config__runner_type": "pooling"},
     "models with recurrent state (hybrid, Mamba) on a CPU": {"model_config__is_hybrid": True},
@@ -242,6 +246,7 @@ ALL = ALWAYS + WITH_STAGES + ON_A_CPU
 def test_every_refusal_has_its_case_here() -> None:
     assert set(REFUSED) == {refusal.what for refusal in ALL}
     check_supported(_configuration())
+    check_supported(_configuration(kv_transfer_config=SimpleNamespace(kv_connector="OffloadingConnector")))
 
 
 @pytest.mark.parametrize("what", REFUSED)

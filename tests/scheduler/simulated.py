@@ -25,7 +25,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from simulated_stages import FirstStage, LastStage, Link, token
 from vllm_handoff.executor import patches
 from vllm_handoff.scheduler_ext.manifest import Manifest, manifest_of
+from vllm_handoff.scheduler_ext.policy import StagePoint
 from vllm_handoff.scheduler_ext.scheduler import HandoffScheduler, HandoffSyncScheduler
+from vllm_handoff.scheduler_ext.stage_time import Pace, keep_pace, keep_stage_times
 from vllm_handoff.worker.hop import HopLayout
 
 BLOCK = 16
@@ -66,10 +68,17 @@ def make_scheduler(
     asynchronous: bool = True,
     split_rows: int = 0,
     drafts: int = 0,
+    pace: Pace | None = None,
 ) -> Any:
-    """A real scheduler with `blocks` KV blocks of BLOCK tokens, and speculative decoding with `drafts` above 0."""
+    """A real scheduler with `blocks` KV blocks of BLOCK tokens, and speculative decoding with `drafts` above 0.
+
+    With a `pace` it decides by that and by stage times of 1 ms + 1 ms a row which requests share a round.
+    """
     config = _configuration(model, max_seqs, max_tokens, stages, asynchronous, drafts)
-    config.additional_config = {"handoff": {"split_rows": split_rows}}
+    config.additional_config = {"handoff": {"split_rows": split_rows if pace is None else "auto"}}
+    if pace is not None:
+        keep_stage_times(config, [[StagePoint(1, 0, 2e-3), StagePoint(2, 0, 3e-3)]] * stages)
+        keep_pace(config, pace)
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     cls = HandoffScheduler if asynchronous else HandoffSyncScheduler

@@ -9,57 +9,78 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_handoff.scheduler_ext.policy import QUIET_TRIPS, WORTHWHILE, EvenRounds, StageTime
+from vllm_handoff.scheduler_ext.policy import QUIET_TRIPS, WORTHWHILE, EvenRounds, PipelineTime, StagePoint, StageTime
 from vllm_handoff.scheduler_ext.settings import HandoffSettings, SettingsError
 
 
 def test_a_line_is_fitted() -> None:
-    assert StageTime.fit([(1, 2.1), (11, 3.1), (21, 4.1)]) == pytest.approx(StageTime(2.0, 0.1))
+    line = [StagePoint(1, 0, 2.1), StagePoint(11, 0, 3.1), StagePoint(21, 0, 4.1)]
+    assert StageTime.fit(line) == pytest.approx(StageTime(2.0, 0.1))
+    time = StageTime.fit([*line, StagePoint(10, 50, 8.0)])
+    assert time == pytest.approx(StageTime(2.0, 0.1, 0.01))
+    assert time.of(10, 50) == pytest.approx(8.0)
 
 
 def test_noise_never_makes_a_part_negative() -> None:
-    assert StageTime.fit([(1, 2.0), (2, 1.0)]).per_row == 0
+    assert StageTime.fit([StagePoint(1, 0, 2.0), StagePoint(2, 0, 1.0), StagePoint(2, 9, 0.5)])[1:] == (0, 0)
 
 
 def test_splitting_starts_where_it_is_worthwhile() -> None:
-    policy = EvenRounds(2, None, StageTime(2.6e-3, 12e-6))
+    policy = EvenRounds(2, None, PipelineTime((StageTime(2.6e-3, 12e-6),) * 2))
     rows = policy.spreads_from(512)
     assert rows is not None
 
     def gain(n: int) -> float:
-        return 1 - policy.time.of(n / 2) / policy.time.of(n)  # type: ignore[union-attr]
+        time = StageTime(2.6e-3, 12e-6)
+        return 1 - time.of(n / 2) / time.of(n)
 
     assert gain(rows) >= WORTHWHILE > gain(rows - 1)
 
 
 def test_a_stage_whose_time_does_not_grow_is_never_split() -> None:
-    assert EvenRounds(2, None, StageTime(1e-3, 0.0)).spreads_from(512) is None
-    assert EvenRounds(1, None, StageTime(1e-3, 1e-6)).parts(512) == 1
+    assert EvenRounds(2, None, PipelineTime((StageTime(1e-3, 0.0),) * 2)).spreads_from(512) is None
+    assert EvenRounds(1, None, PipelineTime((StageTime(1e-3, 1e-6),))).parts(512) == 1
     assert EvenRounds(4, None).parts(512) == 1
 
 
 def test_what_hosts_cannot_launch_in_time_is_not_spread() -> None:
-    time = StageTime(1.3e-3, 8e-6)
-    assert time.parts(256, stages=4) == 4
-    # All together take the devices 13.4 ms, in two rounds 9.3; four rounds would take the hosts 12, three 9.
-    assert time.parts(256, stages=4, host=3e-3) == 2
-    assert time.parts(256, stages=4, host=2e-3) == 3
-    assert time.parts(256, stages=4, host=7e-3) == 1
+    four, two = (PipelineTime((StageTime(1.3e-3, 8e-6),) * stages) for stages in (4, 2))
+    assert four.parts(256) == 4
+    # All together take the devices 13.4 ms, in two rounds 9.3; four rounds would take the hosts 12.8, three 9.6.
+    assert four.parts(256, host=3.2e-3) == 2
+    assert four.parts(256, host=2e-3) == 3
+    assert four.parts(256, host=7e-3) == 1
     # At two stages: 64 together in 3.6 ms, in two rounds 3.1 ms, or as long as the hosts need.
-    assert [time.parts(64, stages=2, host=host) for host in (0, 1.5e-3, 2e-3, 3e-3)] == [2, 2, 1, 1]
+    assert [two.parts(64, host=host) for host in (0, 1.5e-3, 2e-3, 3e-3)] == [2, 2, 1, 1]
 
 
-@given(
-    st.floats(1e-5, 1e-1), st.floats(0, 1e-3), st.integers(1, 1000), st.integers(1, 16), st.floats(0, 1e-1),
-)  # fmt: skip
-def test_spreading_never_makes_a_trip_longer(base: float, per_row: float, live: int, stages: int, host: float) -> None:
-    time = StageTime(base, per_row)
-    parts = time.parts(live, stages, host)
-    assert 1 <= parts <= max(1, min(stages, live))
-    best = min(time.trip(live, other, stages, host) for other in range(1, min(stages, live) + 1))
-    chosen, together = time.trip(live, parts, stages, host), time.trip(live, 1, stages, host)
-    assert chosen <= together
-    # Within what a further round has to gain, of the best.
+def test_the_more_context_the_sooner_requests_are_spread() -> None:
+    policy = EvenRounds(2, None, PipelineTime((StageTime(2.6e-3, 12e-6, 8e-9),) * 2))
+    few = policy.spreads_from(512)
+    policy.context = 4000
+    assert few is not None and 2 * (policy.spreads_from(512) or 0) < few
+
+
+def test_the_last_stage_has_more_to_do_in_every_round() -> None:
+    # Two rounds pass four stages in 5.5 ms; four would take the last one 6.5, whose head costs 0.4 ms each.
+    stages = (StageTime(1.2e-3, 2e-6),) * 3 + (StageTime(1.6e-3, 2e-6),)
+    time = PipelineTime(stages)
+    assert [time.trip(64, parts) for parts in (2, 3, 4)] == pytest.approx([5.456e-3, 5.371e-3, 6.528e-3], rel=1e-3)
+    assert time.parts(64) == 3
+
+
+_TIMES = st.builds(StageTime, st.floats(1e-5, 1e-1), st.floats(0, 1e-3), st.just(0.0))
+
+
+@given(st.lists(_TIMES, min_size=1, max_size=16), st.integers(1, 1000), st.floats(0, 1e-1))
+def test_spreading_never_makes_a_trip_longer(stages: list[StageTime], live: int, host: float) -> None:
+    time = PipelineTime(tuple(stages))
+    parts = time.parts(live, host=host)
+    assert 1 <= parts <= max(1, min(len(stages), live))
+    best = min(time.trip(live, other, host=host) for other in range(1, min(len(stages), live) + 1))
+    chosen = time.trip(live, parts, host=host)
+    assert chosen <= time.trip(live, 1, host=host)
+    # Within what another round has to gain, of the best.
     assert chosen * (1 - WORTHWHILE) <= best * (1 + 1e-9)
 
 
@@ -90,8 +111,8 @@ def test_few_requests_come_together_once_no_prompt_has_arrived_for_a_while() -> 
 
 
 def test_requests_spread_over_fewer_rounds_than_stages_come_round_the_sooner() -> None:
-    policy = EvenRounds(4, None, StageTime(1.3e-3, 8e-6))
-    policy.host_seconds = 3e-3
+    policy = EvenRounds(4, None, PipelineTime((StageTime(1.3e-3, 8e-6),) * 4))
+    policy.host_seconds = 3.2e-3
     quiet = 4 * QUIET_TRIPS + 1
     assert policy.parts(256) == 2 and policy.lead(256, quiet, prefill_is_due=False) == 2
     assert [policy.cap(255, turn) for turn in range(4)] == [127, 128, 127, 128]

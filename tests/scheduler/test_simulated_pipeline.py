@@ -106,6 +106,27 @@ def test_a_burst_is_spread_over_rounds(tiny_llama: Path) -> None:
     assert set(decodes) == {4}
 
 
+def test_hosts_that_fall_behind_bring_requests_together(tiny_llama: Path) -> None:
+    class Hosts:
+        now = 0.0
+
+        def seconds(self) -> float:
+            return self.now
+
+    hosts = Hosts()
+    pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=400, pace=hosts))
+    for i in range(8):
+        pipeline.add(f"r{i}", prompt=4, budget=200)
+    while len(pipeline.rounds) < 100:
+        if not pipeline.schedule():
+            pipeline.collect()
+    hosts.now = 1.0
+    pipeline.finish()
+    decodes = [m.num_tokens for m in pipeline.rounds]
+    assert set(decodes[10:100]) == {4}
+    assert set(decodes[150:-10]) == {8}
+
+
 def test_a_few_requests_share_every_round(tiny_llama: Path) -> None:
     """Cohorts that formed by arrival come together once no prefill has been about for a while."""
     pipeline = SimulatedPipeline(make_scheduler(tiny_llama, blocks=80))
@@ -145,6 +166,7 @@ EVENTS = st.lists(
         st.tuples(st.just("schedule"), st.integers(1, 4)),
         st.tuples(st.just("collect"), st.integers(1, 4)),
         st.tuples(st.just("reset"), st.integers(0, 9)),
+        st.tuples(st.just("spread"), st.sampled_from([None, 2, 3, 5])),
     ),
     max_size=40,
 )
@@ -210,6 +232,11 @@ def test_any_order_of_events(
                 pipeline.abort(f"r{values[0]}")
         elif kind == "reset":
             scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif kind == "spread":
+            # As when the hosts' pace changes, long after the last prompt.
+            if asynchronous:
+                scheduler.rounds_policy.split_from = values[0]
+                scheduler.rounds_policy._newest_prefill = -1000
         else:
             step = pipeline.schedule if kind == "schedule" else pipeline.collect
             for _ in range(values[0]):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_handoff.scheduler_ext.model_shape import LayerShape, ModelShape
+from vllm_handoff.scheduler_ext.policy import EvenRounds, PipelineTime, StageTime
 from vllm_handoff.scheduler_ext.stage_cost import H200, stage_costs
 from vllm_handoff.simulator.pipeline import HostTimes, Run, SimulatedPipeline, Stage
 from vllm_handoff.simulator.requests import Arrivals, SimulatedRequest, burst, closed_loop, draining
@@ -135,6 +136,23 @@ def test_nobody_waits_longer_than_two_trips(clients: int, stages: int, seed: int
     """While requests come and go too, as long as a round has room for everybody."""
     run = pipeline("ours", stages, split_from=split_from).run(closed_loop(clients, 3 * clients, 24, (1, 30), seed))
     assert max(request.longest_wait for request in run.requests) <= 2 * stages
+
+
+_STAGE = st.builds(StageTime, st.floats(1e-3, 2e-3), st.floats(0, 1e-4), st.just(1e-8))
+_STAGES = st.lists(_STAGE, min_size=2, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 60), _STAGES, st.floats(0, 5e-3), st.integers(0, 1000))
+def test_so_too_when_hosts_limit_the_rounds(clients: int, times: list[StageTime], host: float, seed: int) -> None:
+    simulated = pipeline("ours", len(times), split_from=None)
+    scheduler = simulated.scheduler
+    assert isinstance(scheduler, EvenScheduler)
+    scheduler.policy = EvenRounds(len(times), None, PipelineTime(tuple(times)))
+    scheduler.policy.host_seconds = host
+    run = simulated.run(closed_loop(clients, 3 * clients, 24, (1, 90), seed))
+    assert all(request.finished for request in run.requests)
+    assert max(request.longest_wait for request in run.requests) <= 2 * len(times)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 8])
