@@ -79,6 +79,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(self.rows)
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether every row has one token, and its drafts. Some rounds with a short prompt look the same."""
+        return 0 < self.num_tokens <= len(self.rows) * self.width
+
+    @property
     def header(self) -> tuple[int, int, int, int]:
         """What the payload of this round's handoff starts with."""
         return HEADER_MAGIC, self.round, len(self.rows), self.width

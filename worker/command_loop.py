@@ -30,7 +30,7 @@ from vllm_handoff.executor.messages import (
 )
 from vllm_handoff.scheduler_ext import manifest
 from vllm_handoff.worker.control_link import ControlLink, ReportSocket
-from vllm_handoff.worker.output_thread import OutputThread
+from vllm_handoff.worker.outputs import Outputs, OutputThread
 from vllm_handoff.worker.work_clock import WorkClock
 
 logger = logging.getLogger(__name__)
@@ -58,15 +58,24 @@ class CommandLoop:
         # The round whose forward is done and whose grammar has yet to come, with the forward's result.
         self._deferred: tuple[Round, Any] | None = None
         self._phase = ""
-        self._outputs: OutputThread | None = None
-        self._output_reports: ReportSocket | None = None
+        self._outputs = Outputs(
+            lambda item: self._finish_output(item, self._link.reports),
+            lambda: OutputThread(lambda item: self._finish_output(item, self._thread_reports), self._prepare_thread),
+        )
+        self._thread_reports: ReportSocket | None = None
 
     def run(self) -> None:
         """Serve until Shutdown. A round that raises is reported and ends the process."""
         try:
             while True:
+                self._outputs.look()
+                if not self._link.has_command():
+                    self._outputs.hand_over()
                 command, payload = self._link.receive()
                 is_round = isinstance(command, Round)
+                if not (isinstance(command, Round) and command.manifest and command.manifest.only_decodes):
+                    # A prompt's layers take the host long to launch, and a call whatever it may.
+                    self._outputs.hand_over()
                 self._begin(command)
                 if isinstance(command, Welcome) or command.seq != self._next_seq:
                     found = "a welcome" if isinstance(command, Welcome) else f"command {command.seq}"
@@ -88,14 +97,15 @@ class CommandLoop:
             self._clock.begin(Phase.CALL)
 
     def _close_outputs(self) -> None:
-        if self._outputs is None or self._output_reports is None:
+        finished = self._outputs.close()
+        if self._thread_reports is None:
             return
-        if self._outputs.close():
+        if finished:
             # Left to the garbage collector, its context would wait for ever for a socket that nobody closes.
-            self._output_reports.close(linger_s=1)
+            self._thread_reports.close(linger_s=1)
         else:
             # Stuck on the device. No other thread may close its socket.
-            _abandoned.append(self._output_reports)
+            _abandoned.append(self._thread_reports)
 
     def _serve(self, command: Command, payload: Frame | None) -> None:
         if isinstance(command, Call):
@@ -133,6 +143,7 @@ class CommandLoop:
             self._deferred = (command, output)
             return
         if command.sampling == "now" and output is None:
+            self._outputs.look()
             self._phase = "sample_tokens"
             self._clock.enter(Phase.SAMPLING)
             output = self._worker.sample_tokens(None)
@@ -158,13 +169,11 @@ class CommandLoop:
         return getattr(self._worker, command.name)(*args, **kwargs)
 
     def _finish(self, command: Round | Call, output: Any) -> None:
-        """Report a result, on the output thread if it has yet to reach the host."""
+        """Report a result, later if it has yet to reach the host."""
         if command.reply_rank not in (ALL_RANKS, self._rank):
             return
         if hasattr(output, "get_output"):
-            if self._outputs is None:
-                self._outputs = OutputThread(self._finish_on_output_thread, self._prepare_output_thread)
-            self._outputs.put((command, output))
+            self._outputs.put(command, output)
             return
         self._reply(command, output, self._link.reports)
 
@@ -174,26 +183,26 @@ class CommandLoop:
         payload = pickling.dumps(output)
         reports.send(Reply(command.seq, len(payload)), payload)
 
-    def _prepare_output_thread(self) -> None:
-        self._output_reports = self._link.report_socket()
+    def _prepare_thread(self) -> None:
+        self._thread_reports = self._link.report_socket()
         device = getattr(self._worker, "device", None)
         if device is not None:
             from vllm.platforms import current_platform
 
             current_platform.set_device(device)
 
-    def _finish_on_output_thread(self, item: tuple[Round | Call, Any]) -> None:
+    def _finish_output(self, item: tuple[Round | Call, Any], reports: ReportSocket | None) -> None:
         command, output = item
-        assert self._output_reports is not None
+        assert reports is not None
         try:
             with self._clock.awaiting_output(command.number) if isinstance(command, Round) else nullcontext():
                 result = output.get_output()
-            self._reply(command, result, self._output_reports)
+            self._reply(command, result, reports)
         except Exception as error:
             if isinstance(command, Call):
-                self._output_reports.send(self._call_failure(command, error))
+                reports.send(self._call_failure(command, error))
             else:
-                self._fail_round(command.number, "get_output", error, self._output_reports)
+                self._fail_round(command.number, "get_output", error, reports)
 
     def _report_call_failure(self, command: Call, error: Exception) -> None:
         logger.exception("Call %s failed on rank %d.", command.name, self._rank)

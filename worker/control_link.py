@@ -68,6 +68,10 @@ class ControlLink:
         ):
             raise ProtocolError(f"Rank {self.rank}: the command socket's owner does not prove to be the executor.")
 
+    def has_command(self) -> bool:
+        """Whether `receive` would return at once."""
+        return bool(self._commands.poll(0))
+
     def receive(self) -> tuple[Command, Frame | None]:
         """The next command and its payload; blocks without spinning.
 

@@ -7,6 +7,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_handoff.scheduler_ext.drafts import attach_drafts
+from vllm_handoff.worker.outputs import has_arrived, has_passed
 
 
 class OutputWithDrafts(AsyncModelRunnerOutput):
@@ -26,6 +27,11 @@ class OutputWithDrafts(AsyncModelRunnerOutput):
         self._req_ids = req_ids
         self._drafts = drafts
         self._arrived = arrived
+
+    def has_arrived(self) -> bool | None:
+        """See outputs.has_arrived."""
+        tokens = has_arrived(self._output)
+        return tokens and has_passed(self._arrived)
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()

@@ -75,7 +75,7 @@ class HandoffWorkerMixin(_Base):
         self._timeline.begin(manifest.round)
         self._recorder.begin(manifest.round, manifest.num_tokens, len(manifest.rows), scheduler_output)
         self._round = manifest.round if self._warm_up is None else None
-        self._decodes = 0 < manifest.num_tokens <= len(manifest.rows) * manifest.width
+        self._decodes = manifest.only_decodes
         self.model_runner.begin_round(manifest)
         if self._links is not None:
             self._links.begin_round(manifest)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.worker.gpu import async_utils
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -61,3 +63,8 @@ def test_a_round_that_adds_nobody_is_left_out_for_vllms_own_sampler_alone(held: 
     assert runner.added == calls
     runner.add_requests(SimpleNamespace(scheduled_new_reqs=[object()]))
     assert runner.added == calls + 1
+
+
+def test_vllms_outputs_can_be_asked_whether_they_have_arrived() -> None:
+    for cls in (async_utils.AsyncOutput, async_utils.AsyncPoolingOutput):
+        assert "self.copy_event.record(copy_stream)" in inspect.getsource(cls.__init__)

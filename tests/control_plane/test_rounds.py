@@ -86,6 +86,20 @@ def test_several_rounds_in_flight_awaited_in_any_order(is_async: bool) -> None:
         assert dispatcher.stats.max_in_flight == 8
 
 
+def test_the_main_thread_finishes_an_output_that_has_arrived() -> None:
+    with rounds(is_async=True) as (dispatcher, _):
+
+        def send(note: str) -> Any:
+            dispatcher.execute_model(SchedulerOutput(note=note))
+            return dispatcher.sample_tokens(None)
+
+        # The first, which cannot be asked, goes to the thread; what is put while that is busy follows it.
+        sent = [send(note) for note in ("unknown", *["arrived"] * 3)]
+        assert sent[0].result()["thread"] == "handoff-output"
+        assert [future.result()["note"] for future in sent[1:]] == ["arrived"] * 3
+        assert send("arrived").result()["thread"] == "MainThread"
+
+
 def test_an_output_that_is_slow_to_arrive_delays_no_later_round() -> None:
     with rounds(is_async=True) as (dispatcher, plane):
         dispatcher.execute_model(SchedulerOutput(note=0, act={"get_output": "sleep"}, seconds=0.5))
