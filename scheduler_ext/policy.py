@@ -45,7 +45,10 @@ class StageTime(NamedTuple):
 
     @classmethod
     def fit(cls, points: Sequence[StagePoint]) -> StageTime:
-        """The least-squares line through rounds without context, no part below zero, and what context adds to it.
+        """The least-squares line through rounds without context, no part below zero, and what context costs.
+
+        The latter is what rounds with more and with less context differ by: both may hold something that those
+        without do not.
 
         Raises:
             ValueError: fewer than two different numbers of rows.
@@ -59,8 +62,7 @@ class StageTime(NamedTuple):
         slope /= sum((rows - mean_x) ** 2 for rows, _ in plain)
         slope = max(0.0, slope)
         line = cls(max(0.0, mean_y - slope * mean_x), slope)
-        deep = [(p.seconds - line.of(p.rows)) / (p.rows * p.context) for p in points if p.context]
-        return line._replace(per_context=max(0.0, sum(deep) / len(deep))) if deep else line
+        return line._replace(per_context=_per_context([point for point in points if point.context]))
 
     def of(self, rows: float, context: float = 0.0) -> float:
         """Seconds for a round of `rows`, each with `context` tokens of context."""
@@ -70,6 +72,13 @@ class StageTime(NamedTuple):
     def weight_rows(self) -> float | None:
         """Rows that take as long as reading the weights, None if rows were found to cost nothing."""
         return self.base / self.per_row if self.per_row > 0 else None
+
+
+def _per_context(points: Sequence[StagePoint]) -> float:
+    if len({point.context for point in points}) < 2:
+        return 0.0
+    less, more = min(points, key=lambda p: p.context), max(points, key=lambda p: p.context)
+    return max(0.0, (more.seconds - less.seconds) / (more.rows * more.context - less.rows * less.context))
 
 
 class PipelineTime(NamedTuple):

@@ -219,6 +219,6 @@ def even_pipeline(engine: str, stages: int, calibration: Calibration, requests: 
 
 def pipeline_time(costs: Sequence[StageCost]) -> PipelineTime:
     """The stages' times for decoding rounds, as an engine measures them at start."""
-    shapes = ((1, 0), (32, 0), (64, 0), (128, 0), (256, 0), (64, 1024))
+    shapes = ((1, 0), (32, 0), (64, 0), (128, 0), (256, 0), (64, 16), (64, 1024))
     measured = [[StagePoint(*shape, cost.seconds(RoundWork.decode(*shape))) for shape in shapes] for cost in costs]
     return PipelineTime(tuple(map(StageTime.fit, measured)))
