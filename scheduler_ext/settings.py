@@ -22,8 +22,8 @@ class HandoffSettings:
     Attributes:
         depth: rounds in flight before the engine waits for an output; None for
             the default, two more than there are stages. Asynchronous scheduling alone uses it.
-        split_rows: decoding requests from which they are spread evenly over
-            rounds; "auto" decides by measured stage times, 0 never spreads.
+        split_rows: decoding requests from which they are spread evenly over as many rounds as there are
+            stages; "auto" decides by measured times of stages and hosts over how many, 0 never spreads.
         layer_split: "auto" gives the stages as many layers as `vllm-handoff plan`
             advises, unless VLLM_PP_LAYER_PARTITION is set; "even" leaves it to vLLM.
         prefill_chunks: "auto" gives a round no more prompt tokens than pays while few wait,

@@ -191,16 +191,26 @@ def fit(points: Sequence[Point], model: ModelShape, rounds: int = 6) -> dict[str
     return {name: float(f"{value:.4g}") for name, value in values(logs).items()}
 
 
-def even_pipeline(engine: str, stages: int, calibration: Calibration, requests: int = 512) -> SimulatedPipeline:
-    """A pipeline beyond what was measured: as many layers on every stage as on one of two stages of the model.
+def even_pipeline(
+    engine: str,
+    stages: int,
+    calibration: Calibration,
+    requests: int = 512,
+    layers: int | None = None,
+    launch: float | None = None,
+) -> SimulatedPipeline:
+    """A pipeline beyond what was measured.
 
     Args:
         engine: "mp": vLLM's policy and depth, with our transfers, so that the policy alone differs; "handoff": ours.
         stages: pipeline stages.
         calibration: whose device, hosts and layers.
         requests: running at once (max_num_seqs).
+        layers: of every stage; None: as many as on one of two stages of the model.
+        launch: seconds that a round of decodes takes a stage's host; None: as fitted to runs in which that is hidden.
     """
-    each = len(calibration.model.layers) // 2
+    each = layers or len(calibration.model.layers) // 2
+    host = calibration.constants.host if launch is None else replace(calibration.constants.host, launch=launch)
     model = replace(calibration.model, layers=calibration.model.layers[:1] * (each * stages))
     costs = stage_costs(model, [each] * stages, calibration.constants.device)
     limits = Limits(requests=requests)
@@ -211,10 +221,10 @@ def even_pipeline(engine: str, stages: int, calibration: Calibration, requests: 
         slowest = max(costs, key=lambda cost: cost.base)
         chunks = PrefillChunks(stages, limits.tokens, slowest.base / slowest.per_prompt_token)
         scheduler = EvenScheduler(stages, limits, None, chunks=chunks, time=pipeline_time(costs))
-        scheduler.policy.host_seconds = calibration.constants.host.launch
+        scheduler.policy.host_seconds = host.launch
         depth = stages + ROUNDS_AHEAD
     pipeline_stages = [Stage(cost, each) for cost in costs]
-    return SimulatedPipeline(scheduler, pipeline_stages, calibration.constants.host, depth)
+    return SimulatedPipeline(scheduler, pipeline_stages, host, depth)
 
 
 def pipeline_time(costs: Sequence[StageCost]) -> PipelineTime:

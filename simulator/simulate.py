@@ -16,7 +16,9 @@ listed as a known exception.
   --pictures     throughput and inter-token latency against concurrency for PP
                  2, 4, 8 and 16: throughput.png and inter_token_latency.png, in
                  docs/pictures unless a folder is given; some minutes
-  --load         one load on N stages of 16 layers each (--stages)
+  --load         one load on N stages (--stages) of as many layers each (--layers);
+                 --host-ms is what a round of decodes takes a stage's host, which
+                 is hidden while the stages are large, and counts when they are small
   --fit          fit the constants to the measured runs again, and write them to
                  simulator/measured.json; about ten minutes
 
@@ -25,6 +27,7 @@ examples:
   vllm-handoff simulate --counts 2
   vllm-handoff simulate --pictures
   vllm-handoff simulate --load 2000x512+128 --stages 8 --json
+  vllm-handoff simulate --load 64x512+128 --stages 4 --layers 8 --host-ms 2.4
 """
 
 from __future__ import annotations
@@ -55,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--load", metavar="LOAD", help="one load, as REQUESTSxPROMPT+GENERATED")
     what.add_argument("--fit", action="store_true", help="fit the constants again")
     parser.add_argument("--stages", type=int, default=2, metavar="N", help="for --load (default: %(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=16, metavar="N", help="of each stage, for --load (default: %(default)s)"
+    )
+    parser.add_argument("--host-ms", type=float, metavar="MS", help="for --load (default: as fitted)")
     json_report.add_argument(parser)
 
 
@@ -82,7 +89,7 @@ def _run(args: argparse.Namespace, report: dict[str, Any]) -> int:
         draw(args.pictures, calibration)
         return 0
     if args.load is not None:
-        return one_load(args.load, args.stages, calibration, report)
+        return one_load(args, calibration, report)
     return compare(calibration, report)
 
 
@@ -121,9 +128,13 @@ def refit(calibration: Calibration) -> int:
     return compare(Calibration.load(), {})
 
 
-def one_load(text: str, stages: int, calibration: Calibration, report: dict[str, Any]) -> int:
+def one_load(args: argparse.Namespace, calibration: Calibration, report: dict[str, Any]) -> int:
     """Print what both policies make of a load."""
-    rows: list[dict[str, Any]] = []
+    text, stages, rows = args.load, args.stages, []
+    if min(stages, args.layers) < 1 or (args.host_ms is not None and args.host_ms < 0):
+        print("error: --stages and --layers are numbers from 1, --host-ms is not negative", file=sys.stderr)
+        return 1
+    launch = None if args.host_ms is None else args.host_ms / 1000
     try:
         requests, prompt, generated = (int(part) for part in text.replace("+", "x").split("x"))
     except ValueError:
@@ -132,7 +143,7 @@ def one_load(text: str, stages: int, calibration: Calibration, report: dict[str,
     apart = calibration.constants.host.admit
     print(f"{'policy':<8}{'seconds':>9}{'tokens/s':>10}{'rounds':>8}{'empty':>7}{'gap p50 ms':>12}{'gap p99 ms':>12}")
     for engine, name in (("mp", "vLLM"), ("handoff", "ours")):
-        pipeline = even_pipeline(engine, stages, calibration)
+        pipeline = even_pipeline(engine, stages, calibration, layers=args.layers, launch=launch)
         found = pipeline.run(Arrivals(burst(requests, prompt, generated, apart)))
         gaps = found.gaps() or [0.0]
         empty = sum(not made.rows for made in found.rounds)

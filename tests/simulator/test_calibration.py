@@ -110,6 +110,9 @@ def test_the_command_prints_every_run(capsys: pytest.CaptureFixture[str], monkey
     assert all(point.name in out for point in few.points)
     assert cli.main(["simulate", "--load", "4x16+8", "--stages", "3"]) == 0
     assert "bound" in capsys.readouterr().out
+    small = ["--stages", "4", "--layers", "8", "--host-ms"]
+    assert cli.main(["simulate", "--load", "64x16+30", *small, "3"]) == 0
+    assert cli.main(["simulate", "--load", "64x16+30", *small, "-1"]) == 1
     assert cli.main(["simulate", "--load", "four"]) == 1
     assert cli.main(["simulate", "--counts", "0"]) == 1
     assert "REQUESTSxPROMPT+GENERATED" in capsys.readouterr().err
