@@ -133,7 +133,7 @@ class HandoffCollector:
         yield seconds
 
     def _worker_metrics(self, workers: list[WorkerCounts], now: int) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, SummaryMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
         names = [*self._names, "stage", "rank"]
         rounds = CounterMetricFamily("vllm_handoff_stage_rounds", "Rounds that a worker has run.", labels=names)
@@ -157,15 +157,21 @@ class HandoffCollector:
             "From the engine's sending of a round to a worker that was waiting for it.",
             labels=names,
         )
+        launch = GaugeMetricFamily(
+            "vllm_handoff_host_round_seconds",
+            "What launching a round that only decodes has taken a worker's host of late; 0 where that is not known.",
+            labels=names,
+        )
         for rank, counts in enumerate(workers):
             values = [*self._values, str(rank // self._ranks_per_stage), str(rank)]
             rounds.add_metric(values, counts.rounds)
             host.add_metric(values, counts.busy_ns * _NS)
+            launch.add_metric(values, counts.launch_ns * _NS)
             busy.add_metric(values, (counts.device_busy_ns if counts.on_device else counts.busy_ns) * _NS)
             for reason, waited in self._waits(rank, counts, now).items():
                 waiting.add_metric([*values, reason], waited * _NS)
             delivery.add_metric(values, count_value=counts.deliveries, sum_value=counts.delivery_ns * _NS)
-        yield from (rounds, busy, waiting, host, delivery)
+        yield from (rounds, busy, waiting, host, launch, delivery)
 
     def _waits(self, rank: int, counts: WorkerCounts, now: int) -> dict[str, int]:
         """ns that a stage has waited, by reason."""

@@ -158,7 +158,7 @@ class RoundDispatcher:
         self.stats.sent(sent_ns)
         if manifest is not None and manifest.handoff:
             self.stats.handoffs += 1
-            self.stats.handoff_bytes += 8 * manifest.payload_size
+            self.stats.handoff_bytes += manifest.payload_bytes
         elif tokens:
             self.stats.handoffs_not_needed += 1
         self._publish(self.stats)

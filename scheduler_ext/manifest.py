@@ -94,6 +94,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         draft tokens for the next round (int64), the numbers of tokens sampled, and those rejected (int32)."""
         return 2 * HEADER_SIZE + len(self.rows) * 4 * self.width
 
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the packed handoff."""
+        return 4 * self.payload_size
+
 
 def attach(scheduler_output: Any, manifest: Manifest) -> None:
     """Make `manifest` the manifest of a vLLM SchedulerOutput."""

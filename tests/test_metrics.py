@@ -293,11 +293,13 @@ def test_a_gpus_stage_has_its_devices_times_and_counters_never_go_back() -> None
         }
 
     counts = WorkerCounts(
-        on_device=1, busy_ns=5, device_busy_ns=50, device_idle_ns=7, device_hop_wait_ns=3, device_handoff_wait_ns=2
-    )
+        on_device=1, busy_ns=5, device_busy_ns=50, device_idle_ns=7, device_hop_wait_ns=3, device_handoff_wait_ns=2,
+        launch_ns=9,
+    )  # fmt: skip
     counts.working, counts.since_ns = 0, 1000
     found = times(counts, now=1020)
     assert (found["stage_busy_seconds_total"], found["host_busy_seconds_total"]) == pytest.approx((50, 5))
+    assert found["host_round_seconds"] == pytest.approx(9)
     waits = [found[f"stage_waiting_seconds_total{reason}"] for reason in ("command", "hop", "handoff")]
     assert waits == pytest.approx([7 + 20, 3, 2])
     # A round came, and the device says now that it was busy for half of that time.

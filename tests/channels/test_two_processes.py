@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_handoff.scheduler_ext.manifest import HEADER_MAGIC, Manifest, Row
-from vllm_handoff.worker.handoff import HandoffMismatchError, HandoffReceiver, HandoffSender
+from vllm_handoff.worker.handoff import HandoffMismatchError, HandoffReceiver, HandoffSender, pack, unpack
 from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
 from vllm_handoff.worker.shared_gloo import share_gloo_device
 from vllm_handoff.worker.transfer import MOST_UNDER_WAY, Peer, TransferError, warm_up
@@ -326,3 +328,21 @@ def test_a_layout_of_mixed_dtypes_is_refused() -> None:
 
 def test_the_header_magic_fits_the_payload() -> None:
     assert torch.tensor([HEADER_MAGIC], dtype=torch.int64).item() == HEADER_MAGIC
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 5), st.sampled_from([torch.int32, torch.int64]))
+def test_what_is_packed_is_unpacked(rows: int, width: int, columns: int, counts: torch.dtype) -> None:
+    packed = Manifest(
+        round=7, num_tokens=rows * width, width=width, rows=tuple(Row(f"r{i}", 0, True) for i in range(rows))
+    )
+    columns = min(columns, width)
+    tokens = torch.randint(-1, 2**40, (rows, columns))
+    sampled, rejected = (torch.randint(0, 9, (rows,), dtype=counts) for _ in range(2))
+    drafts = torch.randint(0, 2**40, (rows, width - 1)) if width > 1 else None
+    payload = pack(packed, torch.tensor(packed.header), tokens, sampled, rejected, drafts)
+    assert payload.nbytes == packed.payload_bytes
+    found = unpack(packed, payload)
+    assert found[0][:, :columns].equal(tokens) and not found[0][:, columns:].any()
+    assert found[1].tolist() == sampled.tolist() and found[2].tolist() == rejected.tolist()
+    if drafts is not None:
+        assert found[3].equal(drafts)
