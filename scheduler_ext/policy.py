@@ -139,6 +139,8 @@ class EvenRounds:
         self.time = time
         self.host_seconds = 0.0
         self.context = 0.0
+        self._asked: tuple[int, float, float] | None = None
+        self._parts = 1
         self._newest_prefill = 0
 
     def parts(self, live: int) -> int:
@@ -149,7 +151,11 @@ class EvenRounds:
             return self.stages if live >= self.split_from else 1
         if self.time is None:
             return 1
-        return self.time.parts(live, self.context, self.host_seconds)
+        # Asked several times a round.
+        asked = live, self.context, self.host_seconds
+        if asked != self._asked:
+            self._asked, self._parts = asked, self.time.parts(*asked)
+        return self._parts
 
     def spreads_from(self, most: int) -> int | None:
         """The smallest number of requests, up to `most`, that are spread over several rounds; None if there is none."""

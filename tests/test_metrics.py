@@ -116,13 +116,26 @@ def test_a_worker_tells_work_from_waiting(monkeypatch: pytest.MonkeyPatch) -> No
     }
 
 
-def test_a_hosts_usual_time_survives_a_compilation() -> None:
+def test_a_hosts_usual_time_survives_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr(work_clock.time, "monotonic_ns", lambda: now)
     clock = WorkClock()
-    clock.decodes_launched(50_000_000)  # the first has kernels to load
+
+    def serve(ms: int, decodes: bool = True) -> None:
+        nonlocal now
+        now += 7_000_000  # waiting for the command counts for nothing
+        clock.begin(Phase.FORWARD, 1)
+        if decodes:
+            clock.only_decodes()
+        now += ms * 1_000_000
+        clock.end(is_round=True)
+
+    serve(50)  # the first has kernels to load
     for _ in range(200):
-        clock.decodes_launched(2_000_000)
+        serve(2)
+        serve(40, decodes=False)
     assert 1_990_000 <= clock.counts.launch_ns <= 2_010_000
-    clock.decodes_launched(3_000_000_000)
+    serve(3000)
     assert clock.counts.launch_ns < 2_200_000
 
 

@@ -91,12 +91,12 @@ class HandoffWorkerMixin(_Base):
         return output
 
     def _end_round(self, waited: bool = False) -> None:
-        took = self._timeline.end()
+        self._timeline.end()
         marks = self._recorder.end()
         if self._round is None:
             return
         if self._decodes and not waited and self.device.type == "cuda":
-            work_clock.here().decodes_launched(took)
+            work_clock.here().only_decodes()
         self._progress.launched(self._round, marks)
         self._round = None
 

@@ -26,16 +26,14 @@ class Timeline:
         """Round `number` starts here."""
         self._open = number, time.monotonic_ns()
 
-    def end(self) -> int:
-        """The round that started last is over; ns that it took, 0 if none had started."""
-        if self._open is None:
-            return 0
-        (number, begin), end = self._open, time.monotonic_ns()
-        at = _FIELDS * (self._count % self._capacity)
-        self._table[at], self._table[at + 1], self._table[at + 2] = number, begin, end
-        self._count += 1
-        self._open = None
-        return end - begin
+    def end(self) -> None:
+        """The round that started last is over."""
+        if self._open is not None:
+            at = _FIELDS * (self._count % self._capacity)
+            self._table[at], self._table[at + 1] = self._open
+            self._table[at + 2] = time.monotonic_ns()
+            self._count += 1
+            self._open = None
 
     def rounds(self) -> list[tuple[int, int, int]]:
         """(round, begin_ns, end_ns), oldest first, by the machine's monotonic clock, which its processes share."""

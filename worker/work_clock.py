@@ -30,6 +30,7 @@ class WorkClock:
         now = time.monotonic_ns()
         self.counts = WorkerCounts(since_ns=now, phase_ns=now)
         self._waits_before = 0
+        self._decodes = False
         publish(self.counts)
 
     def begin(self, phase: Phase, number: int | None = None, sent_ns: int = 0) -> None:
@@ -53,7 +54,13 @@ class WorkClock:
             counts = self.counts
             counts.rounds += is_round
             waits = counts.hop_wait_ns + counts.handoff_wait_ns
-            counts.busy_ns += now - counts.since_ns - (waits - self._waits_before)
+            busy = now - counts.since_ns - (waits - self._waits_before)
+            counts.busy_ns += busy
+            if self._decodes:
+                usual = counts.launch_ns
+                # Once in a while a kernel is compiled, or the machine busy with something else.
+                counts.launch_ns = usual + (min(busy, 2 * usual) - usual) // _SMOOTH if usual else busy
+                self._decodes = False
             self._waits_before = waits
             if device_ns:
                 counts.on_device = 1
@@ -102,12 +109,9 @@ class WorkClock:
                 self.counts.device_round = number
             self._publish(self.counts)
 
-    def decodes_launched(self, ns: int) -> None:
-        """Launching a round that only decodes took the host so long."""
-        with self._lock:
-            usual = self.counts.launch_ns
-            # Once in a while a kernel is compiled, or the machine busy with something else.
-            self.counts.launch_ns = usual + (min(ns, 2 * usual) - usual) // _SMOOTH if usual else ns
+    def only_decodes(self) -> None:
+        """The command under way launches a round that has nothing but decodes, and waits for nothing meanwhile."""
+        self._decodes = True
 
     def device_finished(self, number: int) -> None:
         """The device has finished round `number`."""
