@@ -2,10 +2,11 @@
 
 Whoever waits for an output needs the interpreter's lock the moment it is
 there, several times for one output, and then the main thread, which launches
-rounds, waits for it: measured on an H200, a fifth of what a round took the
-host. So while the main thread has rounds to launch it finishes outputs itself,
-between two of its steps. When it has nothing to do, or something long, a
-thread of their own waits for them.
+rounds, waits for it. (On an H200 under load everything that gives the lock up
+took the last stage's host a third longer, and a round a quarter.) So while the
+main thread has rounds to launch it finishes outputs itself, between two of its
+steps. When it has nothing to do, or something long, a thread of their own
+waits for them.
 """
 
 from __future__ import annotations
