@@ -2,6 +2,7 @@
 
 A round asks for it ten times: each event is recorded, each transfer ordered, on
 it. PyTorch makes an object for every answer and works out the device first.
+The call that it makes in the end, and that is made here, is private to PyTorch.
 """
 
 from __future__ import annotations
