@@ -152,7 +152,7 @@ def _choose_scheduler(vllm_config: Any) -> None:
         return
     named = config.scheduler_cls
     cls = named if isinstance(named, type) else _resolve(named, "--scheduler-cls")
-    from vllm_handoff.scheduler_ext.scheduler import ManifestMixin
+    from vllm_handoff.scheduler_ext.manifest_mixin import ManifestMixin
 
     if vllm_config.parallel_config.pipeline_parallel_size > 1 and not issubclass(cls, ManifestMixin):
         raise HandoffConfigError(

@@ -1,21 +1,17 @@
-"""Schedulers that write a manifest for every round."""
+"""The schedulers: which requests share a round."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_handoff.scheduler_ext.drafts import drafts_of
-from vllm_handoff.scheduler_ext.ledger import HandoffLedger, ScheduledRow, batch_order
-from vllm_handoff.scheduler_ext.manifest import attach, manifest_of
+from vllm_handoff.scheduler_ext.manifest_mixin import ManifestMixin
 from vllm_handoff.scheduler_ext.policy import EvenRounds, StageTime
 from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
 from vllm_handoff.scheduler_ext.settings import HandoffSettings
@@ -23,131 +19,10 @@ from vllm_handoff.scheduler_ext.stage_time import pace_of, time_of
 
 logger = init_logger(__name__)
 
-if TYPE_CHECKING:
-    _Base: Any = Scheduler
-else:
-    _Base = object
-
 # Later than any step: a request that must not be scheduled again.
 _NEVER = 1 << 60
 # Rounds from one look at the hosts' pace and the requests' context to the next.
 _LOOK_AT_PACE = 64
-
-
-class ManifestMixin(_Base):
-    """Adds the manifest to a vLLM scheduler, sync or async.
-
-    vLLM schedules; this class says what that means for transfers.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        stages = self.parallel_config.pipeline_parallel_size
-        self.ledger = HandoffLedger(stages, width=1 + self.num_spec_tokens)
-        self._stages = stages
-        # Requests of each round in flight, oldest first: of rounds without tokens too, which wait in the same queue.
-        self._in_flight: dict[int, dict[str, Request]] = {}
-        # Of requests with a grammar: the newest that were proposed.
-        self._drafts: dict[str, list[int]] = {}
-        # What rounds that were not dispatched had to tell the workers: it goes out with the next one.
-        self._untold_finished: set[str] = set()
-        self._untold_preempted: set[str] = set()
-        self._untold_mm_hashes: list[str] = []
-
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        output = self._plan(throttle_prefills)
-        self.ledger.forget(output.finished_req_ids)
-        self.ledger.forget(output.preempted_req_ids or ())
-        if output.total_num_scheduled_tokens:
-            manifest = self.ledger.open_round(self._scheduled_rows(output), output.total_num_scheduled_tokens)
-        else:
-            idle = self.get_num_unfinished_requests() == 0
-            manifest = self.ledger.open_empty_round(drain=idle, dispatch=self._workers_must_see(output))
-        # Rounds without tokens count too: the engine collects them in their turn.
-        self._in_flight[manifest.round] = {r: self.requests[r] for r in output.num_scheduled_tokens}
-        if manifest.dispatch:
-            self._tell_rest(output)
-        else:
-            self._keep_rest(output)
-        attach(output, manifest)
-        return output
-
-    def _plan(self, throttle_prefills: bool) -> SchedulerOutput:
-        """vLLM's schedule of the next round."""
-        return super().schedule(throttle_prefills)
-
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        manifest = manifest_of(scheduler_output)
-        assert manifest is not None
-        # vLLM finds a row's request by id alone. A request that was aborted in
-        # flight and whose id is in use again would get the old one's token.
-        drafts = drafts_of(model_runner_output)
-        for req_id, request in self._in_flight.pop(manifest.round).items():
-            current = self.requests.get(req_id)
-            if current is not None and current is not request:
-                del scheduler_output.num_scheduled_tokens[req_id]
-            elif current is not None and current.use_structured_output and req_id in drafts:
-                self._drafts[req_id] = drafts[req_id]
-        return super().update_from_output(scheduler_output, model_runner_output)
-
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
-        if self._drafts and scheduler_output.has_structured_output_requests:
-            # Whose grammar is asked has no round in flight before this one: its newest drafts are those it will verify.
-            for req_id in [req_id for req_id in self._drafts if req_id not in self.requests]:
-                del self._drafts[req_id]
-            newest = DraftTokenIds(list(self._drafts), [list(drafts) for drafts in self._drafts.values()])
-            self.update_draft_token_ids_in_output(newest, scheduler_output)
-        return super().get_grammar_bitmask(scheduler_output)
-
-    def _scheduled_rows(self, output: SchedulerOutput) -> Sequence[ScheduledRow]:
-        admitted = {new.req_id for new in output.scheduled_new_reqs}
-        order = batch_order(output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, 1 + self.num_spec_tokens)
-        rows = []
-        for req_id in order:
-            request = self.requests[req_id]
-            samples = not request.is_prefill_chunk
-            feeds = samples and not self._surely_last(request)
-            rows.append(ScheduledRow(req_id, req_id in admitted, samples, feeds))
-        return rows
-
-    def _surely_last(self, request: Request) -> bool:
-        """Whether the sample of the round just planned reaches the request's length cap for certain.
-
-        Every round in flight yields at least one token, so tokens known plus
-        rounds in flight is a lower bound of the length. With drafts a round
-        may yield more, never fewer.
-        """
-        in_flight = max(1, request.num_output_placeholders)
-        if self.num_spec_tokens:
-            in_flight = 1
-        return request.num_tokens + in_flight >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-
-    def _workers_must_see(self, output: SchedulerOutput) -> bool:
-        """Whether a round without tokens carries work for the workers beyond bookkeeping that can wait."""
-        return bool(
-            self.connector is not None
-            or self.ec_connector is not None
-            or self.aux_output_connector is not None
-            or output.kv_cache_block_copies
-            or output.new_block_ids_to_zero
-            or output.scheduled_encoder_inputs
-        )
-
-    def _keep_rest(self, output: SchedulerOutput) -> None:
-        self._untold_finished |= output.finished_req_ids
-        self._untold_preempted |= output.preempted_req_ids or set()
-        self._untold_mm_hashes += output.free_encoder_mm_hashes
-
-    def _tell_rest(self, output: SchedulerOutput) -> None:
-        if self._untold_finished:
-            output.finished_req_ids = output.finished_req_ids | self._untold_finished
-            self._untold_finished = set()
-        if self._untold_preempted:
-            output.preempted_req_ids = (output.preempted_req_ids or set()) | self._untold_preempted
-            self._untold_preempted = set()
-        if self._untold_mm_hashes:
-            output.free_encoder_mm_hashes = self._untold_mm_hashes + output.free_encoder_mm_hashes
-            self._untold_mm_hashes = []
 
 
 class HandoffScheduler(ManifestMixin, AsyncScheduler):
@@ -174,6 +49,7 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         else:
             self.rounds_policy = EvenRounds(self._stages, settings.split_rows or None)
         self._pace = pace_of(self.vllm_config)
+        self._hosts_were_named = False
         self.chunks: PrefillChunks | None = None
         if settings.prefill_chunks == "auto" and self._stages > 1 and self.scheduler_config.enable_chunked_prefill:
             self.chunks = PrefillChunks(self._stages, self.max_num_scheduled_tokens, self._weight_tokens(measured))
@@ -262,8 +138,7 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
         decoding = [request for request in decoding if request.next_decode_eligible_step != _NEVER]
         turn = self.ledger.next_round
         if turn % _LOOK_AT_PACE == 0:
-            policy.host_seconds = self._pace.seconds() if self._pace is not None else 0.0
-            policy.context = sum(request.num_computed_tokens for request in decoding) / max(1, len(decoding))
+            self._look_at_pace(decoding)
         latest = upcoming + policy.lead(live, turn, self._prefill_is_due())
         ready = [request for request in decoding if request.next_decode_eligible_step <= latest]
         late = policy.hold_back([(r.next_decode_eligible_step, r.request_id) for r in ready], live, turn)
@@ -271,6 +146,21 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
             request.next_decode_eligible_step = min(request.next_decode_eligible_step, upcoming)
         for req_id in late:
             self.requests[req_id].next_decode_eligible_step = upcoming + 1
+
+    def _look_at_pace(self, decoding: list[Request]) -> None:
+        policy, live = self.rounds_policy, len(decoding)
+        policy.host_seconds = self._pace.seconds() if self._pace is not None else 0.0
+        policy.context = sum(request.num_computed_tokens for request in decoding) / max(1, live)
+        if self._hosts_were_named or not live or policy.time is None:
+            return
+        wanted, parts = policy.time.parts(live, policy.context), policy.parts(live)
+        if parts < wanted:
+            self._hosts_were_named = True
+            logger.info(
+                "Hosts set the pace: launching a round takes the slowest %.1f ms, so %d decoding requests share %s "
+                "where the devices could use %d. Said once.",
+                1000 * policy.host_seconds, live, f"{parts} rounds" if parts > 1 else "every round", wanted,
+            )  # fmt: skip
 
     def _prefill_is_due(self) -> bool:
         """Whether the next rounds may carry prefill."""

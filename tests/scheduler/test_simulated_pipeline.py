@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def test_a_burst_is_spread_over_rounds(tiny_llama: Path) -> None:
     assert set(decodes) == {4}
 
 
-def test_hosts_that_fall_behind_bring_requests_together(tiny_llama: Path) -> None:
+def test_hosts_that_fall_behind_bring_requests_together(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Hosts:
         now = 0.0
 
@@ -120,8 +121,11 @@ def test_hosts_that_fall_behind_bring_requests_together(tiny_llama: Path) -> Non
     while len(pipeline.rounds) < 100:
         if not pipeline.schedule():
             pipeline.collect()
+    assert "Hosts set the pace" not in caplog.text
     hosts.now = 1.0
-    pipeline.finish()
+    with caplog.at_level(logging.INFO, logger="vllm_handoff.scheduler_ext.scheduler"):
+        pipeline.finish()
+    assert caplog.text.count("takes the slowest 1000.0 ms, so 8 decoding requests share every round") == 1
     decodes = [m.num_tokens for m in pipeline.rounds]
     assert set(decodes[10:100]) == {4}
     assert set(decodes[150:-10]) == {8}
