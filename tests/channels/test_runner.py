@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.worker.gpu import async_utils
+import torch
+from vllm.v1.worker.gpu import async_utils, model_runner
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -68,3 +69,10 @@ def test_a_round_that_adds_nobody_is_left_out_for_vllms_own_sampler_alone(held: 
 def test_vllms_outputs_can_be_asked_whether_they_have_arrived() -> None:
     for cls in (async_utils.AsyncOutput, async_utils.AsyncPoolingOutput):
         assert "self.copy_event.record(copy_stream)" in inspect.getsource(cls.__init__)
+
+
+def test_vllms_dummy_round_can_have_context() -> None:
+    """What the stage's clock asks of it at start, on a GPU."""
+    parameters = inspect.signature(model_runner.GPUModelRunner._dummy_run).parameters
+    assert {"uniform_decode", "context_len", "skip_eplb"} <= parameters.keys()
+    assert callable(torch.cuda._sleep)
