@@ -11,6 +11,7 @@ import functools
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def _end_as_asked(owner: Any) -> None:
     and SIGINT, for as long as --shutdown-timeout says.
     How: serve() of vLLM's own subclass of uvicorn's server is wrapped. It
     returns by itself only if the engine has died (an orderly end cancels it),
-    and then raises what the requests have got. vLLM's signal handlers do not
+    and then raises what the requests have got, unless an end was asked for. vLLM's signal handlers do not
     change; its call of engine.shutdown() shows that the first signal came.
     Can go: when vLLM's server exits with a failure, and acts on a second signal.
     """
@@ -54,9 +55,11 @@ def _end_as_asked(owner: Any) -> None:
         if engine is None or not uses_handoff(engine.vllm_config.parallel_config):
             return await original(self, sockets)
         join_vllm_logging()
-        engine.shutdown = _told_of(engine.shutdown, functools.partial(_end_at_next_signal, self, engine))
+        asked = threading.Event()
+        engine.shutdown = _told_of(engine, asked, functools.partial(_end_at_next_signal, self, engine))
         await original(self, sockets)
-        if engine.errored:
+        # An orderly end kills the engine, and vLLM's watchdog may look before the end has come to this server.
+        if engine.errored and not asked.is_set():
             from vllm.v1.engine.exceptions import EngineDeadError
 
             logger.error("The engine has died, so the server ends with a failure. The cause is above.")
@@ -66,11 +69,16 @@ def _end_as_asked(owner: Any) -> None:
     owner.serve = serve
 
 
-def _told_of(shutdown: Callable[..., None], tell: Callable[[], None]) -> Callable[..., None]:
-    """`shutdown`, which runs on a thread of its own, with `tell` called on the server's loop first."""
-    loop = asyncio.get_running_loop()
+def _told_of(engine: Any, asked: threading.Event, tell: Callable[[], None]) -> Callable[..., None]:
+    """The engine's `shutdown`, which runs on a thread of its own, with `tell` called on the server's loop first.
+
+    If the engine is alive then, its end has been `asked` for.
+    """
+    loop, shutdown = asyncio.get_running_loop(), engine.shutdown
 
     def told(timeout: float | None = None) -> None:
+        if not engine.errored:
+            asked.set()
         if not loop.is_closed():
             loop.call_soon_threadsafe(tell)
         shutdown(timeout=timeout)
