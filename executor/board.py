@@ -70,7 +70,7 @@ class WorkerCounts(msgspec.Struct):
         round: the round that the host runs, or ran last; -1 before the first, as below.
         launched: the last round of which the host has launched everything.
         device_round: the last round that the device has finished, looked at once a second or more often.
-        output_round: the round whose output is being waited for on the output thread; -1 for none.
+        output_round: the round whose output is being waited for or finished; -1 for none.
         launch_ns: what launching a round that only decodes has taken the host of late; 0 if not known, and on a CPU.
     """
 

@@ -69,7 +69,7 @@ class CommandLoop:
         try:
             while True:
                 self._outputs.look()
-                if not self._link.has_command():
+                if self._outputs.waiting and not self._link.has_command():
                     self._outputs.hand_over()
                 command, payload = self._link.receive()
                 is_round = isinstance(command, Round)

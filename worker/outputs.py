@@ -74,6 +74,11 @@ class Outputs:
         self._thread: OutputThread | None = None
         self._here: deque[tuple[Any, Any]] = deque()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are any for the main thread to finish."""
+        return bool(self._here)
+
     def put(self, command: Any, output: Any) -> None:
         """An output that has yet to reach the host. Outputs are finished in the order in which they are put."""
         self._here.append((command, output))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +38,10 @@ def measure_stage(runner: Any, device: torch.device) -> list[StagePoint]:
         shapes += [(min(CONTEXT_ROWS, most), min(context, runner.max_model_len // 2)) for context in CONTEXTS]
     points = []
     for count, context in shapes:
-        _run(runner, count, context)
+        run = functools.partial(_run, runner, count, context)
+        run()
         # The least: whatever else the machine was doing only adds.
-        seconds = min(clock(lambda: _run(runner, count, context)) for _ in range(REPEATS))  # noqa: B023
+        seconds = min(clock(run) for _ in range(REPEATS))
         points.append(StagePoint(count, context, seconds))
     return points
 
