@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from vllm_handoff.scheduler_ext.manifest import Manifest, Row
+from vllm_handoff.scheduler_ext.manifest import Manifest, Rows
+
+_NO_SAMPLE = -1
 
 
-class ScheduledRow(NamedTuple):
-    """What the scheduler knows of one request of the round it has just planned."""
+class _Known:
+    """A request that the workers know: its generation, the round of its newest sample and whether that is read."""
 
-    req_id: str
-    admitted: bool  # this round hands the request to the workers (new, or resumed after preemption)
-    samples: bool  # the round produces a token for it (False: an unfinished prefill chunk)
-    feeds: bool  # a later round may read that token
+    __slots__ = ("feeds", "generation", "newest")
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.newest = _NO_SAMPLE
+        self.feeds = True
 
 
 class HandoffLedger:
@@ -40,8 +43,7 @@ class HandoffLedger:
         self.lag = stages if lag is None else lag
         self.next_round = 0
         self._pending: deque[int] = deque()  # rounds whose handoff no manifest has named yet
-        self._generation: dict[str, int] = {}  # of the requests that workers know
-        self._last_sample: dict[str, tuple[int, bool]] = {}  # req_id -> (round of its newest sample, feeds)
+        self._known: dict[str, _Known] = {}
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -50,52 +52,66 @@ class HandoffLedger:
 
     def generation(self, req_id: str) -> int | None:
         """The request's generation, or None if the workers do not know the request."""
-        return self._generation.get(req_id)
+        known = self._known.get(req_id)
+        return None if known is None else known.generation
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drop requests that left the workers (finished, aborted or preempted)."""
         for req_id in req_ids:
-            self._generation.pop(req_id, None)
-            self._last_sample.pop(req_id, None)
+            self._known.pop(req_id, None)
 
-    def open_round(self, rows: Sequence[ScheduledRow], num_tokens: int) -> Manifest:
-        """The manifest of the next round that has tokens. `rows` is in batch order.
+    def open_round(
+        self,
+        req_ids: Sequence[str],
+        num_tokens: int,
+        *,
+        admitted: Iterable[str] = (),
+        chunks: Collection[str] = (),
+        last: Collection[str] = (),
+    ) -> Manifest:
+        """The manifest of the next round that has tokens. Runs once a round over all its requests, so it is kept short.
+
+        Args:
+            req_ids: the round's requests in batch order.
+            num_tokens: of all of them.
+            admitted: those that the round hands to the workers (new, or resumed after preemption).
+            chunks: those for which it produces no token: an unfinished prefill chunk.
+            last: those whose token no later round may read.
 
         Raises:
             AssertionError: a request decodes although its newest sample was
                 declared to feed nobody, or is unknown to the workers.
         """
         number = self._take_number()
-        through = number - self.lag
-        for row in rows:
-            if row.admitted:
-                self._generation[row.req_id] = number
-                self._last_sample.pop(row.req_id, None)
+        known = self._known
+        for req_id in admitted:
+            known[req_id] = _Known(number)
+        through, generations, unread = number - self.lag, [], []
+        for req_id in req_ids:
+            one = known.get(req_id)
+            assert one is not None, f"round {number}: {req_id} was never admitted to the workers"
+            generations.append(one.generation)
+            if one.newest > through:
+                through = one.newest
+            # With one stage no token travels, so whether one was declared the last is nobody's concern.
+            assert one.feeds or self.stages == 1, (
+                f"round {number}: {req_id} decodes, but its sample of round {one.newest} was declared the last"
+            )
+            if req_id in chunks:
+                unread.append(len(generations) - 1)
                 continue
-            assert row.req_id in self._generation, f"round {number}: {row.req_id} was never admitted to the workers"
-            if self.stages == 1:
-                continue  # no token travels, so whether one was declared the last is nobody's concern
-            newest = self._last_sample.get(row.req_id)
-            if newest is not None:
-                assert newest[1], (
-                    f"round {number}: {row.req_id} decodes, but its sample of round {newest[0]} was declared the last"
-                )
-                through = max(through, newest[0])
+            one.newest = number
+            if req_id in last:
+                one.feeds = False
+                unread.append(len(generations) - 1)
+            else:
+                one.feeds = True
         needs = self._needs(through)
-
-        handoff = self.stages > 1 and any(row.feeds for row in rows)
-        for row in rows:
-            if row.samples:
-                self._last_sample[row.req_id] = (number, row.feeds)
+        handoff = self.stages > 1 and len(unread) < len(req_ids)
         if handoff:
             self._pending.append(number)
-        return Manifest(
-            round=number,
-            num_tokens=num_tokens,
-            width=self.width,
-            rows=tuple(Row(row.req_id, self._generation[row.req_id], row.feeds) for row in rows) if handoff else (),
-            needs=needs,
-        )
+        rows = Rows(tuple(req_ids), tuple(generations), tuple(unread)) if handoff else Rows()
+        return Manifest(round=number, num_tokens=num_tokens, width=self.width, rows=rows, needs=needs)
 
     def open_empty_round(self, *, drain: bool, dispatch: bool) -> Manifest:
         """The manifest of the next round that has no tokens.

@@ -7,7 +7,9 @@ whom, or in which shape a transfer takes place.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,7 +23,7 @@ HEADER_MAGIC = 0x48414E44_4F464621
 HEADER_SIZE = 4
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class Row(NamedTuple):
     """A request's place in a round's batch.
 
     `generation` is the round that admitted the request to the workers: it
@@ -34,6 +36,43 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     # False for an unfinished prefill chunk and for a first sample that already
     # reaches the request's length cap: no later round reads this row's sample.
     feeds: bool
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of a round in batch order, in columns: an object a row would cost every process of the engine.
+
+    Attributes:
+        req_ids: of each row.
+        generations: of each row.
+        unread: positions of the rows that feed no later round, in order; mostly none.
+    """
+
+    req_ids: tuple[str, ...] = ()
+    generations: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.generations) != len(self.req_ids):
+            raise ValueError(f"{len(self.req_ids)} rows cannot have {len(self.generations)} generations")
+        unread = self.unread
+        if unread and (any(a >= b for a, b in pairwise(unread)) or unread[0] < 0 or unread[-1] >= len(self.req_ids)):
+            raise ValueError(f"unread rows must be some of {len(self.req_ids)}, in order, got {unread}")
+
+    @classmethod
+    def of(cls, *rows: Row) -> Rows:
+        return cls(
+            tuple(row.req_id for row in rows),
+            tuple(row.generation for row in rows),
+            tuple(index for index, row in enumerate(rows) if not row.feeds),
+        )
+
+    def __len__(self) -> int:
+        return len(self.req_ids)
+
+    def __iter__(self) -> Iterator[Row]:
+        unread = set(self.unread)
+        for index, (req_id, generation) in enumerate(zip(self.req_ids, self.generations, strict=True)):
+            yield Row(req_id, generation, index not in unread)
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +96,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     round: int
     num_tokens: int
     width: int = 1
-    rows: tuple[Row, ...] = ()
+    rows: Rows = Rows()
     needs: tuple[int, ...] = ()
     dispatch: bool = True
 
@@ -66,9 +105,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"round {self.round}: counts in a manifest cannot be negative, nor its width below 1")
         if self.rows and not self.num_tokens:
             raise ValueError(f"round {self.round}: a round without tokens cannot hand off")
-        if self.rows and not any(row.feeds for row in self.rows):
+        if self.rows and len(self.rows.unread) == len(self.rows):
             raise ValueError(f"round {self.round}: a handoff needs at least one row that feeds a later round")
-        if any(a >= b for a, b in zip(self.needs, self.needs[1:])) or any(n >= self.round for n in self.needs):
+        if any(a >= b for a, b in pairwise(self.needs)) or any(n >= self.round for n in self.needs):
             raise ValueError(f"round {self.round}: needs must name earlier rounds in order, got {self.needs}")
         if not self.dispatch and (self.num_tokens or self.needs):
             raise ValueError(f"round {self.round}: a round with tokens or needs must be dispatched")

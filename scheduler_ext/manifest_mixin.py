@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -10,7 +10,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_handoff.scheduler_ext.drafts import drafts_of
-from vllm_handoff.scheduler_ext.ledger import HandoffLedger, ScheduledRow, batch_order
+from vllm_handoff.scheduler_ext.ledger import HandoffLedger, batch_order
 from vllm_handoff.scheduler_ext.manifest import attach, manifest_of
 
 if TYPE_CHECKING:
@@ -45,13 +45,21 @@ class ManifestMixin(_Base):
         output = self._plan(throttle_prefills)
         self.ledger.forget(output.finished_req_ids)
         self.ledger.forget(output.preempted_req_ids or ())
+        requests = {req_id: self.requests[req_id] for req_id in output.num_scheduled_tokens}
         if output.total_num_scheduled_tokens:
-            manifest = self.ledger.open_round(self._scheduled_rows(output), output.total_num_scheduled_tokens)
+            chunks, last = self._sort_out(requests)
+            manifest = self.ledger.open_round(
+                batch_order(output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, 1 + self.num_spec_tokens),
+                output.total_num_scheduled_tokens,
+                admitted=[new.req_id for new in output.scheduled_new_reqs],
+                chunks=chunks,
+                last=last,
+            )
         else:
             idle = self.get_num_unfinished_requests() == 0
             manifest = self.ledger.open_empty_round(drain=idle, dispatch=self._workers_must_see(output))
         # Rounds without tokens count too: the engine collects them in their turn.
-        self._in_flight[manifest.round] = {r: self.requests[r] for r in output.num_scheduled_tokens}
+        self._in_flight[manifest.round] = requests
         if manifest.dispatch:
             self._tell_rest(output)
         else:
@@ -68,13 +76,14 @@ class ManifestMixin(_Base):
         assert manifest is not None
         # vLLM finds a row's request by id alone. A request that was aborted in
         # flight and whose id is in use again would get the old one's token.
-        drafts = drafts_of(model_runner_output)
-        for req_id, request in self._in_flight.pop(manifest.round).items():
-            current = self.requests.get(req_id)
-            if current is not None and current is not request:
+        current, planned = self.requests, self._in_flight.pop(manifest.round)
+        for req_id, request in planned.items():
+            if current.get(req_id, request) is not request:
                 del scheduler_output.num_scheduled_tokens[req_id]
-            elif current is not None and current.use_structured_output and req_id in drafts:
-                self._drafts[req_id] = drafts[req_id]
+        for req_id, drafts in drafts_of(model_runner_output).items():
+            request = planned.get(req_id)
+            if request is not None and current.get(req_id) is request and request.use_structured_output:
+                self._drafts[req_id] = drafts
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
@@ -86,28 +95,23 @@ class ManifestMixin(_Base):
             self.update_draft_token_ids_in_output(newest, scheduler_output)
         return super().get_grammar_bitmask(scheduler_output)
 
-    def _scheduled_rows(self, output: SchedulerOutput) -> Sequence[ScheduledRow]:
-        admitted = {new.req_id for new in output.scheduled_new_reqs}
-        order = batch_order(output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, 1 + self.num_spec_tokens)
-        rows = []
-        for req_id in order:
-            request = self.requests[req_id]
-            samples = not request.is_prefill_chunk
-            feeds = samples and not self._surely_last(request)
-            rows.append(ScheduledRow(req_id, req_id in admitted, samples, feeds))
-        return rows
-
-    def _surely_last(self, request: Request) -> bool:
-        """Whether the sample of the round just planned reaches the request's length cap for certain.
+    def _sort_out(self, requests: Mapping[str, Request]) -> tuple[set[str], set[str]]:
+        """Of the round just planned: whose chunk of a prompt is not the last, and who surely samples the last token.
 
         Every round in flight yields at least one token, so tokens known plus
         rounds in flight is a lower bound of the length. With drafts a round
         may yield more, never fewer.
         """
-        in_flight = max(1, request.num_output_placeholders)
-        if self.num_spec_tokens:
-            in_flight = 1
-        return request.num_tokens + in_flight >= min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        chunks, last = set(), set()
+        longest, drafts = self.max_model_len, self.num_spec_tokens
+        for req_id, request in requests.items():
+            if request.is_prefill_chunk:
+                chunks.add(req_id)
+                continue
+            length = request.num_tokens + (1 if drafts else request.num_output_placeholders or 1)
+            if length >= longest or length >= request.num_prompt_tokens + request.max_tokens:
+                last.add(req_id)
+        return chunks, last
 
     def _workers_must_see(self, output: SchedulerOutput) -> bool:
         """Whether a round without tokens carries work for the workers beyond bookkeeping that can wait."""

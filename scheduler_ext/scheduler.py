@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.logger import init_logger
@@ -11,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from vllm_handoff.scheduler_ext.kv_room import skip_where_there_is_room
 from vllm_handoff.scheduler_ext.manifest_mixin import ManifestMixin
 from vllm_handoff.scheduler_ext.policy import EvenRounds, StageTime
 from vllm_handoff.scheduler_ext.prefill_chunks import PrefillChunks
@@ -41,6 +43,8 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.connector is None:
+            skip_where_there_is_room(self.kv_cache_manager)
         settings = HandoffSettings.of(self.vllm_config)
         time = time_of(self.vllm_config)
         measured = time.slowest if time is not None else None
@@ -111,7 +115,7 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
     def _hold_back(self) -> None:
         """Keep out of the next round what the policy wants in a later one, and what cannot take part in it."""
         self._spread()
-        for request in self.running:
+        for request in [request for request in self.running if request.structured_output_request is not None]:
             if self._awaits_grammar(request):
                 # schedule() counts before it looks.
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
@@ -141,9 +145,12 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
             self._look_at_pace(decoding)
         latest = upcoming + policy.lead(live, turn, self._prefill_is_due())
         ready = [request for request in decoding if request.next_decode_eligible_step <= latest]
-        late = policy.hold_back([(r.next_decode_eligible_step, r.request_id) for r in ready], live, turn)
+        late: list[str] = []
+        if len(ready) > policy.cap(live, turn):
+            late = policy.hold_back([(r.next_decode_eligible_step, r.request_id) for r in ready], live, turn)
         for request in ready:
-            request.next_decode_eligible_step = min(request.next_decode_eligible_step, upcoming)
+            if request.next_decode_eligible_step > upcoming:
+                request.next_decode_eligible_step = upcoming
         for req_id in late:
             self.requests[req_id].next_decode_eligible_step = upcoming + 1
 
@@ -182,25 +189,18 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
                 request.next_decode_eligible_step = 0
         return True
 
-    def _budget_in_flight(self, request: Request) -> bool:
-        """Whether the rounds in flight already yield all tokens that the request may have."""
-        if self.num_spec_tokens:
-            return False
-        limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return request.num_tokens + request.num_output_placeholders >= limit
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        # vLLM's own guard counts one round in flight; deeper pipelines would
-        # run rounds whose tokens are sure to be thrown away.
-        for req_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests[req_id]
-            if request.is_prefill_chunk:
-                # A mark from an earlier life (before a preemption, or an earlier turn of a
-                # streaming session) would keep the next chunk out of the running queue's turn.
-                request.next_decode_eligible_step = 0
-            elif self._budget_in_flight(request):
-                request.next_decode_eligible_step = _NEVER
+    def _sort_out(self, requests: Mapping[str, Request]) -> tuple[set[str], set[str]]:
+        chunks, last = super()._sort_out(requests)
+        for req_id in chunks:
+            # A mark from an earlier life (before a preemption, or an earlier turn of a
+            # streaming session) would keep the next chunk out of the running queue's turn.
+            requests[req_id].next_decode_eligible_step = 0
+        if not self.num_spec_tokens:
+            # The rounds in flight yield all tokens that it may have. vLLM's own guard counts one
+            # round in flight; deeper pipelines would run rounds whose tokens are sure to be thrown away.
+            for req_id in last:
+                requests[req_id].next_decode_eligible_step = _NEVER
+        return chunks, last
 
 
 class HandoffSyncScheduler(ManifestMixin, Scheduler):

@@ -26,14 +26,14 @@ import msgspec
 from vllm_handoff.executor import messages
 from vllm_handoff.executor.channel import check_hello
 from vllm_handoff.executor.errors import ProtocolError
-from vllm_handoff.scheduler_ext.manifest import Manifest, Row
+from vllm_handoff.scheduler_ext.manifest import Manifest, Row, Rows
 
 TOKEN = b"t" * messages.TOKEN_BYTES
 WORLD_SIZE = 4
 # What an input of a few hundred bytes may make the process grow by.
 MOST_GROWTH_KB = 200_000
 
-_MANIFEST = Manifest(round=7, num_tokens=3, width=2, rows=(Row("a", 0, True), Row("b", 4, False)), needs=(3, 5))
+_MANIFEST = Manifest(round=7, num_tokens=3, width=2, rows=Rows.of(Row("a", 0, True), Row("b", 4, False)), needs=(3, 5))
 SEEDS: list[messages.Command | messages.Report] = [
     messages.Welcome(b"p" * 32),
     messages.Round(0, 7, 6, "now", 4, 1, _MANIFEST, 12345),

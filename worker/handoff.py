@@ -234,17 +234,16 @@ class HandoffReceiver:
             TransferError: this stage holds another life of a request than the manifest names.
         """
         rows = manifest.rows
-        generations = np.array([row.generation for row in rows], np.int64)
+        generations = np.array(rows.generations, np.int64)
         differ = self._generation[slots] != generations
         if differ.any():
             wrong = int(np.flatnonzero(differ)[0])
             raise TransferError(
                 f"round {manifest.round}: this stage holds generation {self._generation[slots[wrong]]} of "
-                f"{rows[wrong].req_id}, the manifest names {generations[wrong]}"
+                f"{rows.req_ids[wrong]}, the manifest names {generations[wrong]}"
             )
-        idle = [index for index, row in enumerate(rows) if not row.feeds]
-        if idle:
-            generations[idle] = _NOBODY
+        if rows.unread:
+            generations[list(rows.unread)] = _NOBODY
         payload = torch.empty(manifest.payload_size, dtype=torch.int32, device=self._device)
         # Posted in its own round, though it is waited for in a later one: the last stage's send needs
         # nothing of this stage but this round, so neither can wait for what the other has yet to launch.

@@ -58,7 +58,7 @@ class ManifestHandler(PPHandler):
             return False
         if self.receiver is not None:
             self.receiver.announce(manifest, input_batch.idx_mapping_np)
-        return all(row.feeds for row in manifest.rows)
+        return not manifest.rows.unread
 
     def broadcast(
         self, sampled_token_ids: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, input_batch: Any
@@ -87,7 +87,7 @@ class ManifestHandler(PPHandler):
         manifest = self.manifest
         assert manifest is not None
         if manifest.handoff:
-            ours, theirs = input_batch.req_ids, [row.req_id for row in manifest.rows]
+            ours, theirs = tuple(input_batch.req_ids), manifest.rows.req_ids
             assert ours == theirs, f"round {manifest.round}: this stage's batch is {ours}, the manifest's {theirs}"
         return manifest
 

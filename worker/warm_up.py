@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_handoff.scheduler_ext.ledger import HandoffLedger, ScheduledRow, batch_order
+from vllm_handoff.scheduler_ext.ledger import HandoffLedger, batch_order
 from vllm_handoff.scheduler_ext.manifest import Manifest
 
 
@@ -36,14 +36,13 @@ class WarmUpManifests:
                 strict=True,
             )
         )
-        admitted = set()
         for new in scheduler_output.scheduled_new_reqs:
-            admitted.add(new.req_id)
             computed[new.req_id] = new.num_computed_tokens
             self._prefill_len[new.req_id] = len(new.prefill_token_ids)
         scheduled = scheduler_output.num_scheduled_tokens
-        rows = []
-        for req_id in batch_order(scheduled, scheduler_output.scheduled_spec_decode_tokens, self._decode_query_len):
-            samples = computed[req_id] + scheduled[req_id] >= self._prefill_len[req_id]
-            rows.append(ScheduledRow(req_id, req_id in admitted, samples, samples))
-        return self._ledger.open_round(rows, scheduler_output.total_num_scheduled_tokens)
+        return self._ledger.open_round(
+            batch_order(scheduled, scheduler_output.scheduled_spec_decode_tokens, self._decode_query_len),
+            scheduler_output.total_num_scheduled_tokens,
+            admitted=[new.req_id for new in scheduler_output.scheduled_new_reqs],
+            chunks={req_id for req_id in scheduled if computed[req_id] + scheduled[req_id] < self._prefill_len[req_id]},
+        )

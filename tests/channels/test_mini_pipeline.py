@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vllm_handoff.scheduler_ext.manifest import Manifest, Row
+from vllm_handoff.scheduler_ext.manifest import Manifest, Row, Rows
 from vllm_handoff.worker import shared_gpu
 from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
 from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
@@ -38,7 +38,7 @@ MOST_TOKENS = 4096
 def rounds_of(seed: int, count: int) -> list[Manifest]:
     """Rounds of the same requests, of them some with a long prefill beside."""
     rng = random.Random(seed)
-    rows = tuple(Row(f"r{index}", 0, True) for index in range(ROWS))
+    rows = Rows.of(*(Row(f"r{index}", 0, True) for index in range(ROWS)))
     return [
         Manifest(
             number,

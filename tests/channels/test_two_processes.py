@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_handoff.scheduler_ext.manifest import HEADER_MAGIC, Manifest, Row
+from vllm_handoff.scheduler_ext.manifest import HEADER_MAGIC, Manifest, Row, Rows
 from vllm_handoff.worker.handoff import HandoffMismatchError, HandoffReceiver, HandoffSender, pack, unpack
 from vllm_handoff.worker.hop import HopLayout, HopReceiver, HopSender
 from vllm_handoff.worker.shared_gloo import share_gloo_device
@@ -29,7 +29,7 @@ LAYOUT = HopLayout({"residual": 3, "hidden_states": 5}, torch.float32)
 
 def manifest(number: int, rows: int = 3, tokens: int = 3, feeds: bool = True) -> Manifest:
     """A round whose requests r0, r1, ... were all admitted in round 0."""
-    return Manifest(number, tokens, rows=tuple(Row(f"r{i}", 0, feeds or i == 0) for i in range(rows)))
+    return Manifest(number, tokens, rows=Rows.of(*(Row(f"r{i}", 0, feeds or i == 0) for i in range(rows))))
 
 
 def _member(rank: int, store: str, role: Callable[[int, dist.ProcessGroup], Any], answers: Any) -> None:
@@ -131,7 +131,7 @@ def test_handoffs_are_applied_when_needed(tmp_path: Path) -> None:
 
 
 def _dropping_role(rank: int, group: dist.ProcessGroup) -> Any:
-    m = Manifest(4, 4, rows=tuple(Row(f"r{i}", 0, i != 3) for i in range(4)))  # r3's sample feeds nobody
+    m = Manifest(4, 4, rows=Rows.of(*(Row(f"r{i}", 0, i != 3) for i in range(4))))  # r3's sample feeds nobody
     if rank == 1:
         ones = torch.ones(4, dtype=torch.int32)
         KEEP.append(HandoffSender([Peer(group, 0, 0)], CPU))
@@ -147,7 +147,7 @@ def _dropping_role(rank: int, group: dist.ProcessGroup) -> Any:
 
 
 def _drafts_role(rank: int, group: dist.ProcessGroup) -> Any:
-    m = Manifest(4, 9, width=3, rows=tuple(Row(f"r{i}", 0, True) for i in range(3)))
+    m = Manifest(4, 9, width=3, rows=Rows.of(*(Row(f"r{i}", 0, True) for i in range(3))))
     if rank == 1:
         KEEP.append(HandoffSender([Peer(group, 0, 0)], CPU))
         tokens = torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0]])
@@ -333,7 +333,7 @@ def test_the_header_magic_fits_the_payload() -> None:
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 5), st.sampled_from([torch.int32, torch.int64]))
 def test_what_is_packed_is_unpacked(rows: int, width: int, columns: int, counts: torch.dtype) -> None:
     packed = Manifest(
-        round=7, num_tokens=rows * width, width=width, rows=tuple(Row(f"r{i}", 0, True) for i in range(rows))
+        round=7, num_tokens=rows * width, width=width, rows=Rows.of(*(Row(f"r{i}", 0, True) for i in range(rows)))
     )
     columns = min(columns, width)
     tokens = torch.randint(-1, 2**40, (rows, columns))

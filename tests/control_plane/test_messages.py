@@ -24,10 +24,10 @@ from vllm_handoff.executor.messages import (
     decode_report,
     encode,
 )
-from vllm_handoff.scheduler_ext.manifest import Manifest, Row
+from vllm_handoff.scheduler_ext.manifest import Manifest, Row, Rows
 
 TOKEN = b"t" * messages.TOKEN_BYTES
-MANIFEST = Manifest(round=7, num_tokens=3, width=2, rows=(Row("a", 0, True), Row("b", 4, False)), needs=(3, 5))
+MANIFEST = Manifest(round=7, num_tokens=3, width=2, rows=Rows.of(Row("a", 0, True), Row("b", 4, False)), needs=(3, 5))
 COMMANDS = [
     Welcome(b"p" * 32),
     Round(0, 7, 6, "now", 4, 1, MANIFEST),

@@ -8,11 +8,11 @@ import pytest
 
 from fake_worker import EMPTY, SchedulerOutput, rounds, with_manifest
 from vllm_handoff.executor.errors import ExecutorFailedError
-from vllm_handoff.scheduler_ext.manifest import Row, manifest_of
+from vllm_handoff.scheduler_ext.manifest import Row, Rows, manifest_of
 
 pytestmark = pytest.mark.timeout(120)
 
-ROW = (Row("a", 0, True),)
+ROW = Rows.of(Row("a", 0, True))
 
 
 def test_execute_completes_at_once_and_sampling_sends_nothing() -> None:

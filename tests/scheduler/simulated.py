@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
@@ -35,7 +37,7 @@ BLOCK = 16
 
 @cache
 def _configuration(
-    model: Path, max_seqs: int, max_tokens: int, stages: int, asynchronous: bool, drafts: int
+    model: Path, max_seqs: int, max_tokens: int, stages: int, asynchronous: bool, drafts: int, prefix_cache: bool
 ) -> VllmConfig:
     patches.apply()
     model_config = ModelConfig(model=str(model), dtype="float32", seed=0)
@@ -50,7 +52,7 @@ def _configuration(
             max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens, max_model_len=512,
             enable_chunked_prefill=True, is_encoder_decoder=False,
         ),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=False),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=prefix_cache),
         parallel_config=ParallelConfig(pipeline_parallel_size=stages, distributed_executor_backend="mp"),
     )  # fmt: skip
     config.parallel_config.distributed_executor_backend = "vllm_handoff.executor.HandoffExecutor"
@@ -69,12 +71,13 @@ def make_scheduler(
     split_rows: int = 0,
     drafts: int = 0,
     pace: Pace | None = None,
+    prefix_cache: bool = False,
 ) -> Any:
     """A real scheduler with `blocks` KV blocks of BLOCK tokens, and speculative decoding with `drafts` above 0.
 
     With a `pace` it decides by that and by stage times of 1 ms + 1 ms a row which requests share a round.
     """
-    config = _configuration(model, max_seqs, max_tokens, stages, asynchronous, drafts)
+    config = _configuration(model, max_seqs, max_tokens, stages, asynchronous, drafts, prefix_cache)
     config.additional_config = {"handoff": {"split_rows": split_rows if pace is None else "auto"}}
     if pace is not None:
         keep_stage_times(config, [[StagePoint(1, 0, 2e-3), StagePoint(2, 0, 3e-3)]] * stages)
@@ -115,6 +118,10 @@ class SimulatedPipeline:
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         self.depth = scheduler.vllm_config.max_concurrent_batches
+        self.block_hasher = None
+        if scheduler.cache_config.enable_prefix_caching:
+            init_none_hash(sha256)
+            self.block_hasher = get_request_block_hasher(BLOCK, sha256)
         self.layout = HopLayout({"hidden": 4}, torch.float32)
         self.handoffs, self.hops = Link(), Link()
         self.first, self.last = FirstStage(self), LastStage(self)
@@ -134,8 +141,9 @@ class SimulatedPipeline:
         life = self.lives[req_id] = Life(uid, prompt, budget, stop_after)
         stop_ids = [] if stop_after is None else [token(uid, prompt + stop_after - 1)]
         params = SamplingParams(max_tokens=budget, temperature=0.0, stop_token_ids=stop_ids)
+        prompt_ids = [token(life.uid, i) for i in range(prompt)]
         self.scheduler.add_request(
-            Request(req_id, [token(life.uid, i) for i in range(prompt)], params, None, arrival_time=0.0)
+            Request(req_id, prompt_ids, params, None, arrival_time=0.0, block_hasher=self.block_hasher)
         )
 
     def alive(self) -> list[str]:

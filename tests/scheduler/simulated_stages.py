@@ -152,7 +152,7 @@ class FirstStage(Stage):
         for req_id, count in output.num_scheduled_tokens.items():
             self.known[req_id].computed += count
         if manifest.handoff:
-            self.receiver.announce(manifest, np.array([self.slots[row.req_id] for row in manifest.rows]))
+            self.receiver.announce(manifest, np.array([self.slots[req_id] for req_id in manifest.rows.req_ids]))
 
     def _apply(self, sampled: Sampled, drafts: Drafts | None) -> None:
         by_slot = {slot: self.known[req_id] for req_id, slot in self.slots.items()}
@@ -238,5 +238,5 @@ class LastStage(Stage):
             torch.tensor([[*tokens, *[0] * (most - len(tokens))] for tokens, _ in sampled]),
             torch.tensor([len(tokens) for tokens, _ in sampled]),
             torch.tensor([rejected for _, rejected in sampled]),
-            torch.tensor([self.known[row.req_id].drafts for row in manifest.rows]) if self.drafts else None,
+            torch.tensor([self.known[req_id].drafts for req_id in manifest.rows.req_ids]) if self.drafts else None,
         )

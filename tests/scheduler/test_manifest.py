@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from vllm_handoff.scheduler_ext.manifest import HEADER_SIZE, Manifest, Row, attach, detach, manifest_of
+from vllm_handoff.scheduler_ext.manifest import HEADER_SIZE, Manifest, Row, Rows, attach, detach, manifest_of
 
-ROWS = (Row("a", 3, True), Row("b", 0, False))
+ROWS = Rows.of(Row("a", 3, True), Row("b", 0, False))
 
 
 def test_survives_the_wire() -> None:
@@ -26,7 +26,7 @@ def test_payload_size_is_fixed_by_rows_and_width() -> None:
         (dict(round=-1, num_tokens=1), "negative"),
         (dict(round=0, num_tokens=1, width=0), "width"),
         (dict(round=1, num_tokens=0, rows=ROWS), "without tokens"),
-        (dict(round=1, num_tokens=1, rows=(Row("b", 0, False),)), "at least one row"),
+        (dict(round=1, num_tokens=1, rows=Rows.of(Row("b", 0, False))), "at least one row"),
         (dict(round=4, num_tokens=1, needs=(3, 2)), "in order"),
         (dict(round=4, num_tokens=1, needs=(4,)), "earlier rounds"),
         (dict(round=4, num_tokens=1, dispatch=False), "must be dispatched"),

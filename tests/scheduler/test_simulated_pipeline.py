@@ -218,13 +218,22 @@ def test_a_small_chunk_leaves_room_for_every_requests_drafts(tiny_llama: Path) -
     blocks=st.sampled_from([12, 20, 80]),
     max_seqs=st.sampled_from([1, 2, 3, 8]),
     split_rows=st.sampled_from([0, 2, 4]),
+    prefix_cache=st.booleans(),
 )
 def test_any_order_of_events(
-    tiny_llama: Path, asynchronous: bool, drafts: int, events: list, blocks: int, max_seqs: int, split_rows: int
+    tiny_llama: Path,
+    asynchronous: bool,
+    drafts: int,
+    events: list,
+    blocks: int,
+    max_seqs: int,
+    split_rows: int,
+    prefix_cache: bool,
 ) -> None:
     scheduler = make_scheduler(
-        tiny_llama, blocks=blocks, max_seqs=max_seqs, asynchronous=asynchronous, split_rows=split_rows, drafts=drafts
-    )
+        tiny_llama, blocks=blocks, max_seqs=max_seqs, asynchronous=asynchronous, split_rows=split_rows, drafts=drafts,
+        prefix_cache=prefix_cache,
+    )  # fmt: skip
     pipeline = SimulatedPipeline(scheduler)
     for kind, *values in events:
         if kind == "add":
