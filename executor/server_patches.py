@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _LAUNCHER = "vllm.entrypoints.launchers.launcher"
 _MARK = "_vllm_handoff_patch"
+# Until an engine that has ended is given up to be seen to have; never needed so far.
+_END_S = 60.0
 
 
 def apply() -> None:
@@ -28,6 +30,21 @@ def apply() -> None:
     launcher = sys.modules.get(_LAUNCHER)
     if launcher is not None:
         _end_as_asked(launcher.NoSignalServer)  # type: ignore[attr-defined]
+
+
+class _AskedFor:
+    """An end of the engine that was asked for while it lived, as the thread that brings it about sees it.
+
+    Attributes:
+        begun: it has been asked for.
+        over: the engine has ended since.
+        crashed: it ended by an exception all the same, on its way there.
+    """
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.over = threading.Event()
+        self.crashed = False
 
 
 def _end_as_asked(owner: Any) -> None:
@@ -39,8 +56,8 @@ def _end_as_asked(owner: Any) -> None:
     and SIGINT, for as long as --shutdown-timeout says.
     How: serve() of vLLM's own subclass of uvicorn's server is wrapped. It
     returns by itself only if the engine has died (an orderly end cancels it),
-    and then raises what the requests have got, unless an end was asked for. vLLM's signal handlers do not
-    change; its call of engine.shutdown() shows that the first signal came.
+    and then raises what the requests have got, unless an end was asked for and the engine came to it. vLLM's signal
+    handlers do not change; its call of engine.shutdown() shows that the first signal came.
     Can go: when vLLM's server exits with a failure, and acts on a second signal.
     """
     original = owner.serve
@@ -55,11 +72,19 @@ def _end_as_asked(owner: Any) -> None:
         if engine is None or not uses_handoff(engine.vllm_config.parallel_config):
             return await original(self, sockets)
         join_vllm_logging()
-        asked = threading.Event()
+        asked = _AskedFor()
         engine.shutdown = _told_of(engine, asked, functools.partial(_end_at_next_signal, self, engine))
-        await original(self, sockets)
-        # An orderly end kills the engine, and vLLM's watchdog may look before the end has come to this server.
-        if engine.errored and not asked.is_set():
+        try:
+            await original(self, sockets)
+        except asyncio.CancelledError:
+            if not asked.crashed:
+                raise
+            # As vLLM does after an orderly end.
+            await self.shutdown(sockets)
+        if asked.begun.is_set():
+            # vLLM's watchdog may look before the end has come to this server: an orderly end kills the engine too.
+            await asyncio.to_thread(asked.over.wait, _END_S)
+        if asked.crashed or (engine.errored and not asked.begun.is_set()):
             from vllm.v1.engine.exceptions import EngineDeadError
 
             logger.error("The engine has died, so the server ends with a failure. The cause is above.")
@@ -69,7 +94,7 @@ def _end_as_asked(owner: Any) -> None:
     owner.serve = serve
 
 
-def _told_of(engine: Any, asked: threading.Event, tell: Callable[[], None]) -> Callable[..., None]:
+def _told_of(engine: Any, asked: _AskedFor, tell: Callable[[], None]) -> Callable[..., None]:
     """The engine's `shutdown`, which runs on a thread of its own, with `tell` called on the server's loop first.
 
     If the engine is alive then, its end has been `asked` for.
@@ -77,20 +102,32 @@ def _told_of(engine: Any, asked: threading.Event, tell: Callable[[], None]) -> C
     loop, shutdown = asyncio.get_running_loop(), engine.shutdown
 
     def told(timeout: float | None = None) -> None:
+        processes = _processes(engine)
         if not engine.errored:
-            asked.set()
+            asked.begun.set()
         if not loop.is_closed():
             loop.call_soon_threadsafe(tell)
-        shutdown(timeout=timeout)
+        try:
+            shutdown(timeout=timeout)
+        finally:
+            # What an exception has ended; a signal has a negative one, and may well have come from here.
+            asked.crashed = asked.begun.is_set() and any((process.exitcode or 0) > 0 for process in processes)
+            asked.over.set()
 
     return told
+
+
+def _processes(engine: Any) -> list[Any]:
+    """The engine's processes, none if another process has started them."""
+    manager = engine.engine_core.resources.engine_manager
+    return [] if manager is None else list(manager.processes)
 
 
 def _end_at_next_signal(server: Any, engine: Any) -> None:
     def end() -> None:
         logger.warning("A second signal: the server ends at once, and requests in flight with an error.")
         # The engine's workers see it end, and remove what is left of it.
-        for process in engine.engine_core.resources.engine_manager.processes:
+        for process in _processes(engine):
             process.kill()
         # Connections are not waited for.
         server.force_exit = True

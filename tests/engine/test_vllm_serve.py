@@ -172,6 +172,20 @@ def test_a_dead_engine_is_a_failure_of_the_server(tiny_llama: Path, tmp_path: Pa
         assert within(OVER_S, lambda: not server.left()), server.left()
 
 
+def test_an_engine_that_crashes_while_it_drains_is_a_failure_too(tiny_llama: Path, tmp_path: Path) -> None:
+    with serving(tiny_llama, tmp_path, "--shutdown-timeout", "120") as server:
+        answers = in_flight(server, 1000, 1000)
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert within(OVER_S, lambda: "mode=drain" in server.log()), server.log()[-3000:]
+        os.kill(server.named("Worker")[0], signal.SIGKILL)
+        for answer in answers:
+            answer.join(OVER_S)
+            assert answer.error and not answer.finish, vars(answer)
+        assert server.exit_status() not in (0, None), server.log()[-3000:]
+        assert "The engine has died, so the server ends with a failure." in server.log()
+        assert within(OVER_S, lambda: not server.left()), server.left()
+
+
 @pytest.mark.parametrize("when", ["serving", "starting"])
 def test_nothing_outlives_a_killed_server(tiny_llama: Path, tmp_path: Path, when: str) -> None:
     server = Server(tiny_llama, tmp_path)
