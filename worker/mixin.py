@@ -61,6 +61,7 @@ class HandoffWorkerMixin(_Base):
             self._links.drain()
         # From here on every round is the scheduler's.
         self._warm_up = None
+        self.model_runner.end_warm_up()
         # What start-up made lives as long as this process; looking at it again and again would hold up rounds.
         gc.freeze()
         if self.device.type == "cuda":

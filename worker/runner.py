@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm_handoff.scheduler_ext.manifest import Manifest
 from vllm_handoff.worker.draft_model import fit_for_last_stage
 from vllm_handoff.worker.draft_output import OutputWithDrafts
+from vllm_handoff.worker.greedy_sampler import GreedySampler, greedy_sampler
 from vllm_handoff.worker.handoff import HandoffReceiver, HandoffSender
 from vllm_handoff.worker.recorder import Mark, Recorder
 
@@ -119,7 +120,13 @@ class ManifestRunnerMixin(_Base):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if self.pp_handler is not None and self.speculator is not None:
             fit_for_last_stage(self.speculator, self.speculative_config.method)
-        super().load_model(*args, **kwargs)
+        with greedy_sampler():
+            super().load_model(*args, **kwargs)
+
+    def end_warm_up(self) -> None:
+        """From here on every round is a scheduler's."""
+        if isinstance(self.sampler, GreedySampler):
+            self.sampler.shortens = True
 
     def begin_round(self, manifest: Manifest) -> None:
         """Set the manifest that the round about to run obeys."""
@@ -168,7 +175,7 @@ def _stages_only_what_is_added(sampler: Sampler | None) -> bool:
     """
     if sampler is None:
         return True
-    return type(sampler) is Sampler and all(
+    return type(sampler) in (Sampler, GreedySampler) and all(
         type(processor).__module__.startswith("vllm.") for processor in sampler.logits_processors
     )
 

@@ -111,6 +111,27 @@ def test_greedy_and_bfloat16(num_tokens: int) -> None:
     compare(scenario, "sample.gumbel._gumbel_sample_kernel")
 
 
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_first_of_the_largest(vocab: int, dtype: torch.dtype) -> None:
+    """What GreedySampler counts on: without noise, the kernels together are an argmax, among equal logits too."""
+    rng = np.random.default_rng(vocab)
+    # Five values for all tokens: the largest occurs in every block, and many times.
+    logits = torch.from_numpy(rng.integers(-2, 3, (6, vocab)).astype(np.float32)).to(dtype)
+    sampled = gumbel_sample(
+        logits,
+        distinct(rng, 6, MAX_REQS),
+        torch.zeros(MAX_REQS),
+        _seeds(rng),
+        ints(rng, 0, 99, 6, dtype=torch.int64),
+        apply_temperature=False,
+        is_drafting=False,
+    )
+    first = (logits == logits.max(dim=-1, keepdim=True).values).int().argmax(dim=-1)
+    assert torch.equal(sampled, first)
+    assert torch.equal(logits.argmax(dim=-1), first)
+
+
 @pytest.mark.parametrize("per_token_col", [False, True])
 def test_logits_cache(per_token_col: bool) -> None:
     def scenario(rng: np.random.Generator) -> Results:
