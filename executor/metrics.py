@@ -102,6 +102,13 @@ class HandoffCollector:
             counter = CounterMetricFamily(f"vllm_handoff_{name}", text, labels=self._names)
             counter.add_metric(self._values, getattr(stats, field))
             yield counter
+        engine = CounterMetricFamily(
+            "vllm_handoff_engine_busy_seconds",
+            "Processor time of the engine's thread, which schedules and collects: near 1 a second, it sets the pace.",
+            labels=self._names,
+        )
+        engine.add_metric(self._values, stats.engine_ns * _NS)
+        yield engine
         since_a_round = quiet = stats.quiet_ns(now)
         if self._stages is not None:
             # A round that takes long is no lack of progress as long as a stage advances in it.

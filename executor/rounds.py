@@ -83,6 +83,8 @@ class RoundDispatcher:
         self._next_round += 1
         tokens = scheduler_output.total_num_scheduled_tokens
         self.stats.tokens += tokens
+        # The engine calls from the thread that schedules and collects.
+        self.stats.engine_ns = time.thread_time_ns()
         if manifest is not None and not manifest.dispatch:
             manifests.attach(scheduler_output, manifest)
             self.stats.rounds_not_dispatched += 1

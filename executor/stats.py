@@ -33,6 +33,7 @@ class RoundStats(msgspec.Struct):
         stalls: times that no round in flight completed for STALL_NS and one did in the end.
         faults: failures that ended the executor.
         progress_ns: when rounds last advanced, by the machine's monotonic clock.
+        engine_ns: processor time that the engine's thread, which schedules, had used when it last sent a round.
     """
 
     rounds: int = 0
@@ -49,6 +50,7 @@ class RoundStats(msgspec.Struct):
     stalls: int = 0
     faults: int = 0
     progress_ns: int = 0
+    engine_ns: int = 0
 
     def sent(self, now: int) -> None:
         """A round was sent at `now`."""

@@ -276,11 +276,15 @@ def test_the_collector_reads_the_boards_of_its_engine(tmp_path: Path, monkeypatc
     now = time.monotonic_ns()
     for rank in range(2):
         Board(board.worker_board(str(folder), rank), WorkerCounts(rounds=3, since_ns=now - 10**9))
-    stats = RoundStats(rounds=5, completed=3, in_flight=2, depth=4, handoff_bytes=80, progress_ns=now - 2 * STALL_NS)
+    stats = RoundStats(
+        rounds=5, completed=3, in_flight=2, depth=4, handoff_bytes=80, progress_ns=now - 2 * STALL_NS,
+        engine_ns=7_500_000_000,
+    )  # fmt: skip
     Board(folder / board.ENGINE_BOARD, stats)
     board.announce(str(folder), "4711")
     found = _samples(collector)
     assert (found["rounds_total"], found["rounds_in_flight"], found["handoff_bytes_total"]) == (5, 2, 80)
+    assert found["engine_busy_seconds_total"] == pytest.approx(7.5)
     # Alive but not advancing.
     assert found["stalled"] == 1 and found["stalls_total"] == 1 and found["seconds_without_progress"] >= 20
     # One long round, in which a stage advances.
