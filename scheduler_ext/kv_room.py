@@ -14,8 +14,8 @@ def skip_where_there_is_room(manager: KVCacheManager) -> bool:
 
     Why: vLLM 0.32 works out for every request of every round how many blocks it
     needs, and which have become full. Both answers are "none" for 15 of 16
-    decoded tokens, and with hundreds of requests they take a third of the time
-    of the engine's process.
+    decoded tokens, and with hundreds of requests they take more than a quarter
+    of the engine's time.
     How: two methods of this object are wrapped, and whatever the short answer
     is not sure of goes to the original.
     Where: all KV is of full attention. Of other kinds the original frees what has left a window, for instance.

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from vllm_handoff.scheduler_ext.engine_share import SETS_THE_PACE, EngineShare
 from vllm_handoff.scheduler_ext.kv_room import skip_where_there_is_room
 from vllm_handoff.scheduler_ext.manifest_mixin import ManifestMixin
 from vllm_handoff.scheduler_ext.policy import EvenRounds, StageTime
@@ -54,6 +55,8 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
             self.rounds_policy = EvenRounds(self._stages, settings.split_rows or None)
         self._pace = pace_of(self.vllm_config)
         self._hosts_were_named = False
+        self._share = EngineShare()
+        self._engine_was_named = False
         self.chunks: PrefillChunks | None = None
         if settings.prefill_chunks == "auto" and self._stages > 1 and self.scheduler_config.enable_chunked_prefill:
             self.chunks = PrefillChunks(self._stages, self.max_num_scheduled_tokens, self._weight_tokens(measured))
@@ -156,6 +159,14 @@ class HandoffScheduler(ManifestMixin, AsyncScheduler):
 
     def _look_at_pace(self, decoding: list[Request]) -> None:
         policy, live = self.rounds_policy, len(decoding)
+        share = self._share.since_last_asked()
+        if share > SETS_THE_PACE and live and not self._engine_was_named:
+            self._engine_was_named = True
+            logger.info(
+                "The engine sets the pace: its thread, which schedules and collects, was at work %d%% of the last %d "
+                "rounds, with %d decoding requests. Several engines with fewer requests each would do more. Said once.",
+                round(100 * share), _LOOK_AT_PACE, live,
+            )  # fmt: skip
         policy.host_seconds = self._pace.seconds() if self._pace is not None else 0.0
         policy.context = sum(request.num_computed_tokens for request in decoding) / max(1, live)
         if self._hosts_were_named or not live or policy.time is None:

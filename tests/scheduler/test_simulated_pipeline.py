@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from simulated import SimulatedPipeline, make_scheduler
+from vllm_handoff.scheduler_ext.engine_share import EngineShare
 from vllm_handoff.scheduler_ext.policy import QUIET_TRIPS
 
 MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -129,6 +130,29 @@ def test_hosts_that_fall_behind_bring_requests_together(tiny_llama: Path, caplog
     decodes = [m.num_tokens for m in pipeline.rounds]
     assert set(decodes[10:100]) == {4}
     assert set(decodes[150:-10]) == {8}
+
+
+def test_an_engine_that_sets_the_pace_says_so_once(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(tiny_llama, blocks=400)
+    clock = itertools.count()
+    used = {"share": 0.5, "seconds": 0.0}
+
+    def processor() -> float:
+        used["seconds"] += used["share"]
+        return used["seconds"]
+
+    scheduler._share = EngineShare(lambda: float(next(clock)), processor)
+    pipeline = SimulatedPipeline(scheduler)
+    for i in range(3):
+        pipeline.add(f"r{i}", prompt=4, budget=450)
+    with caplog.at_level(logging.INFO, logger="vllm_handoff.scheduler_ext.scheduler"):
+        while len(pipeline.rounds) < 200:
+            if not pipeline.schedule():
+                pipeline.collect()
+        assert "The engine sets the pace" not in caplog.text
+        used["share"] = 0.95
+        pipeline.finish()
+    assert caplog.text.count("was at work 95% of the last 64 rounds, with 3 decoding requests") == 1
 
 
 def test_a_few_requests_share_every_round(tiny_llama: Path) -> None:
