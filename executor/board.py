@@ -15,6 +15,7 @@ and only with a round's output: an engine that is stuck would say nothing.
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import struct
 import tempfile
@@ -161,15 +162,26 @@ def worker_board(folder: str, rank: int) -> Path:
     return Path(folder) / _WORKER_BOARD.format(rank)
 
 
-def announce(folder: str, instance: str) -> None:
-    """Make the boards in `folder` findable as those of the engine `instance`."""
-    (Path(folder) / _MARKER.format(instance)).touch(mode=0o600)
+def announce(folder: str, *names: str) -> None:
+    """Make the boards in `folder` findable under the names of their engine."""
+    for name in names:
+        (Path(folder) / _MARKER.format(name)).touch(mode=0o600)
 
 
-def find_folder(instance: str) -> Path | None:
-    """The folder of the engine `instance` of this user, None if it has none (yet)."""
+def siblings_name() -> str | None:
+    """A name for the engine that has the same parent as this process; None if no process of ours started it.
+
+    One of several API servers makes a configuration of its own, with an
+    instance_id of its own; it and the engine are started by the same process.
+    """
+    parent = multiprocessing.parent_process()
+    return None if parent is None else f"child-of-{parent.pid}"
+
+
+def find_folder(name: str) -> Path | None:
+    """The folder of this user's engine of that name, None if it has none (yet)."""
     for base in {tempfile.gettempdir(), "/tmp"}:
-        for marker in Path(base).glob(f"{_BASE_PREFIX}*/{_MARKER.format(instance)}"):
+        for marker in Path(base).glob(f"{_BASE_PREFIX}*/{_MARKER.format(name)}"):
             if marker.parent.stat().st_uid == os.getuid():
                 return marker.parent
     return None

@@ -143,7 +143,7 @@ class HandoffExecutor(Executor):
         """Where the counts of rounds go, readable from other processes."""
         folder = self._plane.folder.path
         writer = board.Board(Path(folder) / board.ENGINE_BOARD, RoundStats())
-        board.announce(folder, self.vllm_config.instance_id)
+        board.announce(folder, *filter(None, (self.vllm_config.instance_id, board.siblings_name())))
         return writer.write
 
     def _log_start(self, stages: int) -> None:

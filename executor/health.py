@@ -94,8 +94,8 @@ class Server:
             values[name] = values.get(name, 0.0) + float(value)
         if "vllm_handoff_rounds_completed_total" not in values:
             raise NoMetricsError(
-                f"{self.url}/metrics says nothing of vllm-handoff: the server runs another executor, has "
-                "--disable-log-stats, or more than one --api-server-count."
+                f"{self.url}/metrics says nothing of vllm-handoff: the server runs another executor, or has "
+                "--disable-log-stats."
             )
         return Progress(
             int(values["vllm_handoff_rounds_completed_total"]),

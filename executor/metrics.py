@@ -11,6 +11,7 @@ round's output arrives, so that an engine that is stuck would look healthy.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from vllm_handoff.executor.board import (
     BoardReader,
     WorkerCounts,
     find_folder,
+    siblings_name,
     worker_board,
 )
 from vllm_handoff.executor.stats import STALL_NS, RoundStats, StageProgress
@@ -42,20 +44,22 @@ _GAUGES = (
     ("depth", "Rounds that may be in flight.", "depth"),
 )
 _NS = 1e-9
+# On a function of ours that stands for another's: that one.
+_ORIGINAL = "_vllm_handoff_original"
 
 
 class HandoffCollector:
     """Reads the boards of one engine.
 
     Args:
-        instance: the engine's vllm_config.instance_id.
+        name: under which the engine's boards can be found (see board.announce).
         ranks_per_stage: workers a stage.
         ranks: workers in all.
         labels: names and values that every metric carries.
     """
 
-    def __init__(self, instance: str, ranks: int, ranks_per_stage: int, labels: dict[str, str]) -> None:
-        self._instance = instance
+    def __init__(self, name: str, ranks: int, ranks_per_stage: int, labels: dict[str, str]) -> None:
+        self._name = name
         self._ranks = ranks
         self._ranks_per_stage = ranks_per_stage
         self._names = list(labels)
@@ -69,7 +73,7 @@ class HandoffCollector:
         """Whether the boards are there. Workers make theirs before the engine says that it is ready."""
         if self._engine is not None:
             return True
-        folder = find_folder(self._instance)
+        folder = find_folder(self._name)
         if folder is None:
             return False
         try:
@@ -197,18 +201,48 @@ class HandoffCollector:
 
 
 def publish(vllm_config: Any) -> None:
-    """Put an engine's metrics into this process's Prometheus registry, in place of an earlier engine's."""
+    """Put an engine's metrics into this process's Prometheus registry, in place of an earlier engine's.
+
+    With several API servers, each of them answers for the engine that they share.
+    """
     from prometheus_client import REGISTRY
 
-    for collector in list(REGISTRY._collector_to_names):
-        if isinstance(collector, HandoffCollector):
-            REGISTRY.unregister(collector)
+    for earlier in list(REGISTRY._collector_to_names):
+        if isinstance(earlier, HandoffCollector):
+            REGISTRY.unregister(earlier)
     parallel = vllm_config.parallel_config
-    REGISTRY.register(
-        HandoffCollector(
-            vllm_config.instance_id,
-            parallel.world_size,
-            parallel.tensor_parallel_size * parallel.prefill_context_parallel_size,
-            {"model_name": vllm_config.model_config.served_model_name, "engine": "0"},
-        )
+    name = vllm_config.instance_id
+    if parallel._api_process_count > 1:
+        name = siblings_name() or name
+    collector = HandoffCollector(
+        name,
+        parallel.world_size,
+        parallel.tensor_parallel_size * parallel.prefill_context_parallel_size,
+        {"model_name": vllm_config.model_config.served_model_name, "engine": "0"},
     )
+    REGISTRY.register(collector)
+    _join_registries_of_several_processes(collector)
+
+
+def _join_registries_of_several_processes(collector: HandoffCollector) -> None:
+    """Put `collector` into every registry that holds the counts of several processes.
+
+    Why: with several API servers a new registry is made for /metrics, by vLLM
+    0.32 and for each request once more by prometheus_fastapi_instrumentator. They hold what
+    the Prometheus client has written to files, and no collectors.
+    How: the client's collector of these files is what all such registries have, so its making is wrapped.
+    Can go: when vLLM asks an executor for its metrics.
+    """
+    from prometheus_client import multiprocess
+
+    owner: Any = multiprocess.MultiProcessCollector
+    original = getattr(owner.__init__, _ORIGINAL, owner.__init__)
+
+    @functools.wraps(original)
+    def init(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, registry, *args, **kwargs)
+        if registry is not None:
+            registry.register(collector)
+
+    setattr(init, _ORIGINAL, original)
+    owner.__init__ = init

@@ -298,6 +298,31 @@ def test_the_collector_reads_the_boards_of_its_engine(tmp_path: Path, monkeypatc
     assert found["stage_rounds_total1"] == 3 and 1 <= found["stage_waiting_seconds_total0command"] < 60
 
 
+def test_registries_of_several_processes_have_the_newest_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prometheus_client import CollectorRegistry, multiprocess
+    from prometheus_client.core import GaugeMetricFamily
+
+    class Engine:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def describe(self) -> list[Any]:
+            return []
+
+        def collect(self) -> list[Any]:
+            return [GaugeMetricFamily(self.name, "text", value=1)]
+
+    monkeypatch.setattr(multiprocess.MultiProcessCollector, "__init__", multiprocess.MultiProcessCollector.__init__)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for name in ("earlier", "newest"):
+        metrics._join_registries_of_several_processes(Engine(name))  # type: ignore[arg-type]
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    assert [metric.name for metric in registry.collect()] == ["newest"]
+
+
 def test_a_gpus_stage_has_its_devices_times_and_counters_never_go_back() -> None:
     collector = metrics.HandoffCollector("1", ranks=1, ranks_per_stage=1, labels={"model_name": "m", "engine": "0"})
 

@@ -129,8 +129,9 @@ def test_ready_watched_and_stopped(service: Systemd) -> None:
 
 
 def test_a_server_that_stands_still_is_ended_and_leaves_nothing(tiny_llama: Path, tmp_path: Path) -> None:
-    # With two API servers there are no metrics of rounds: tokens have to do.
-    service = Systemd(tiny_llama, tmp_path, ours=("--give-up-after", "6"), vllms=("--api-server-count", "2"))
+    # There are no metrics of rounds: tokens have to do.
+    options = ("--api-server-count", "2", "--disable-log-stats")
+    service = Systemd(tiny_llama, tmp_path, ours=("--give-up-after", "6"), vllms=options)
     try:
         service.wait_for("READY=1", STARTUP_S)
         service.wait_for("(?s)WATCHDOG=1.*a token was made", 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -184,6 +185,23 @@ def test_an_engine_that_crashes_while_it_drains_is_a_failure_too(tiny_llama: Pat
         assert server.exit_status() not in (0, None), server.log()[-3000:]
         assert "The engine has died, so the server ends with a failure." in server.log()
         assert within(OVER_S, lambda: not server.left()), server.left()
+
+
+def test_several_api_servers_tell_of_the_engine_that_they_share(tiny_llama: Path, tmp_path: Path) -> None:
+    with serving(tiny_llama, tmp_path, "--api-server-count", "2") as server:
+        (answer,) = in_flight(server, 30)
+        answer.join(OVER_S)
+        assert (answer.tokens, answer.error) == (30, "")
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        # Each connection goes to one of the two, as the kernel likes.
+        for _ in range(12):
+            with opener.open(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as response:
+                text = response.read().decode()
+            (rounds,) = re.findall(r"^vllm_handoff_rounds_completed_total\{[^}]*\} ([0-9.]+)$", text, re.MULTILINE)
+            assert float(rounds) >= 30
+            # vLLM's own, of both.
+            (tokens,) = re.findall(r"^vllm:generation_tokens_total\{[^}]*\} ([0-9.]+)$", text, re.MULTILINE)
+            assert float(tokens) == 30
 
 
 @pytest.mark.parametrize("when", ["serving", "starting"])
