@@ -168,14 +168,19 @@ def announce(folder: str, *names: str) -> None:
         (Path(folder) / _MARKER.format(name)).touch(mode=0o600)
 
 
-def siblings_name() -> str | None:
-    """A name for the engine that has the same parent as this process; None if no process of ours started it.
+def engine_name(instance: str, index: int) -> str:
+    """The name of one of the engines of a configuration, which are data-parallel replicas."""
+    return f"{instance}-{index}"
+
+
+def sibling_name(index: int) -> str | None:
+    """The name of that engine for processes with the same parent; None if no process of ours started this one.
 
     One of several API servers makes a configuration of its own, with an
-    instance_id of its own; it and the engine are started by the same process.
+    instance_id of its own; it and the engines are started by the same process.
     """
     parent = multiprocessing.parent_process()
-    return None if parent is None else f"child-of-{parent.pid}"
+    return None if parent is None else engine_name(f"child-of-{parent.pid}", index)
 
 
 def find_folder(name: str) -> Path | None:

@@ -76,16 +76,23 @@ def _check_gpus(parallel_config: Any, settings: HandoffSettings) -> None:
 
     if not current_platform.is_cuda_alike():
         return
+    replicas = parallel_config.data_parallel_size_local
     if settings.share_gpu:
+        if parallel_config.data_parallel_size > 1:
+            raise HandoffConfigError(
+                "share_gpu puts the ranks of one engine on one GPU, and --data-parallel-size asks for "
+                f"{parallel_config.data_parallel_size} engines: drop one of the two."
+            )
         # Between GPUs' memories, by addresses that one GPU has only once.
         parallel_config.disable_custom_all_reduce = True
         return
     assigned = parallel_config.assigned_physical_gpu_ids
-    needed = parallel_config.world_size
+    needed = parallel_config.world_size * max(1, replicas)
     found = current_platform.device_count() if assigned is None else len(assigned)
     if needed > found:
         raise HandoffConfigError(
-            f"{parallel_config.pipeline_parallel_size} stages of {parallel_config.tensor_parallel_size} ranks need "
+            f"{parallel_config.pipeline_parallel_size} stages of {parallel_config.tensor_parallel_size} ranks"
+            f"{f' in {replicas} replicas' if replicas > 1 else ''} need "
             f"{needed} GPUs and {found} can be seen: lower --pipeline-parallel-size or --tensor-parallel-size, or look "
             f"at CUDA_VISIBLE_DEVICES. (To try all ranks on one GPU, slowly: additional_config "
             f'{{"handoff": {{"share_gpu": true}}}}.)'

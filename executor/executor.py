@@ -143,7 +143,9 @@ class HandoffExecutor(Executor):
         """Where the counts of rounds go, readable from other processes."""
         folder = self._plane.folder.path
         writer = board.Board(Path(folder) / board.ENGINE_BOARD, RoundStats())
-        board.announce(folder, *filter(None, (self.vllm_config.instance_id, board.siblings_name())))
+        instance, index = self.vllm_config.instance_id, self.parallel_config.data_parallel_index
+        names = (instance, board.engine_name(instance, index), board.sibling_name(index))
+        board.announce(folder, *filter(None, names))
         return writer.write
 
     def _log_start(self, stages: int) -> None:

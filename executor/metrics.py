@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm_handoff.executor.board import (
@@ -21,8 +21,9 @@ from vllm_handoff.executor.board import (
     STAGES_BOARD,
     BoardReader,
     WorkerCounts,
+    engine_name,
     find_folder,
-    siblings_name,
+    sibling_name,
     worker_board,
 )
 from vllm_handoff.executor.stats import STALL_NS, RoundStats, StageProgress
@@ -200,10 +201,13 @@ class HandoffCollector:
         return {"command": idle, "hop": counts.device_hop_wait_ns, "handoff": counts.device_handoff_wait_ns}
 
 
-def publish(vllm_config: Any) -> None:
-    """Put an engine's metrics into this process's Prometheus registry, in place of an earlier engine's.
+def publish(vllm_config: Any, engines: Iterable[int]) -> None:
+    """Put metrics of engines into this process's Prometheus registry, in place of earlier engines'.
 
-    With several API servers, each of them answers for the engine that they share.
+    With several API servers, each of them answers for the engines that they share.
+
+    Args:
+        engines: the data-parallel replicas that this front end has; [0] if there is one engine.
     """
     from prometheus_client import REGISTRY
 
@@ -211,21 +215,24 @@ def publish(vllm_config: Any) -> None:
         if isinstance(earlier, HandoffCollector):
             REGISTRY.unregister(earlier)
     parallel = vllm_config.parallel_config
-    name = vllm_config.instance_id
-    if parallel._api_process_count > 1:
-        name = siblings_name() or name
-    collector = HandoffCollector(
-        name,
-        parallel.world_size,
-        parallel.tensor_parallel_size * parallel.prefill_context_parallel_size,
-        {"model_name": vllm_config.model_config.served_model_name, "engine": "0"},
-    )
-    REGISTRY.register(collector)
-    _join_registries_of_several_processes(collector)
+    collectors = []
+    for index in engines:
+        name = engine_name(vllm_config.instance_id, index)
+        if parallel._api_process_count > 1:
+            name = sibling_name(index) or name
+        collector = HandoffCollector(
+            name,
+            parallel.world_size,
+            parallel.tensor_parallel_size * parallel.prefill_context_parallel_size,
+            {"model_name": vllm_config.model_config.served_model_name, "engine": str(index)},
+        )
+        REGISTRY.register(collector)
+        collectors.append(collector)
+    _join_registries_of_several_processes(collectors)
 
 
-def _join_registries_of_several_processes(collector: HandoffCollector) -> None:
-    """Put `collector` into every registry that holds the counts of several processes.
+def _join_registries_of_several_processes(collectors: Sequence[Any]) -> None:
+    """Put `collectors` into every registry that holds the counts of several processes.
 
     Why: with several API servers a new registry is made for /metrics, by vLLM
     0.32 and for each request once more by prometheus_fastapi_instrumentator. They hold what
@@ -242,7 +249,8 @@ def _join_registries_of_several_processes(collector: HandoffCollector) -> None:
     def init(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
         original(self, registry, *args, **kwargs)
         if registry is not None:
-            registry.register(collector)
+            for collector in collectors:
+                registry.register(collector)
 
     setattr(init, _ORIGINAL, original)
     owner.__init__ = init

@@ -242,7 +242,7 @@ def _publish_metrics() -> None:
             if uses_handoff(vllm_config.parallel_config):
                 from vllm_handoff.executor import metrics
 
-                metrics.publish(vllm_config)
+                metrics.publish(vllm_config, self.engine_indexes)
 
         return _mark(init)
 

@@ -34,9 +34,10 @@ ALWAYS = (
         lambda c: c.parallel_config.nnodes > 1,
         "use --distributed-executor-backend mp",
     ),
+    # Of other models every replica is an engine of its own; here their rounds are tied to each other.
     Refusal(
-        "data parallelism",
-        lambda c: c.parallel_config.data_parallel_size > 1,
+        "data parallelism of mixture-of-experts models",
+        lambda c: c.parallel_config.data_parallel_size > 1 and (c.model_config is None or c.model_config.is_moe),
         "start one server per replica, or use --distributed-executor-backend mp",
     ),
     Refusal(

@@ -317,7 +317,7 @@ def test_registries_of_several_processes_have_the_newest_engine(
     monkeypatch.setattr(multiprocess.MultiProcessCollector, "__init__", multiprocess.MultiProcessCollector.__init__)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     for name in ("earlier", "newest"):
-        metrics._join_registries_of_several_processes(Engine(name))  # type: ignore[arg-type]
+        metrics._join_registries_of_several_processes([Engine(name)])
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     assert [metric.name for metric in registry.collect()] == ["newest"]
@@ -358,7 +358,7 @@ def test_another_executor_gets_no_metrics(monkeypatch: pytest.MonkeyPatch) -> No
 
     plugin.register()
     published: list[Any] = []
-    monkeypatch.setattr(metrics, "publish", published.append)
+    monkeypatch.setattr(metrics, "publish", lambda config, engines: published.append((config, engines)))
 
     class Config:
         def __init__(self, backend: str) -> None:
@@ -367,9 +367,11 @@ def test_another_executor_gets_no_metrics(monkeypatch: pytest.MonkeyPatch) -> No
     # The loggers themselves need a whole configuration: here they may fail before, never after, our part.
     wrapped = StatLoggerManager.__init__
     original = wrapped.__wrapped__  # type: ignore[attr-defined]
-    monkeypatch.setattr(original, "__code__", (lambda self, vllm_config, *a, **k: None).__code__)
+    monkeypatch.setattr(
+        original, "__code__", (lambda self, vllm_config, *a, **k: setattr(self, "engine_indexes", [0, 1])).__code__
+    )
     for backend in ("mp", "ray", "vllm_handoff.executor.HandoffExecutor"):
         wrapped(object.__new__(StatLoggerManager), Config(backend))
-    assert [config.parallel_config.distributed_executor_backend for config in published] == [
-        "vllm_handoff.executor.HandoffExecutor"
+    assert [(config.parallel_config.distributed_executor_backend, engines) for config, engines in published] == [
+        ("vllm_handoff.executor.HandoffExecutor", [0, 1])
     ]

@@ -81,7 +81,7 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, assigned: list[int] | Non
     monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
     parallel = SimpleNamespace(
         world_size=4, pipeline_parallel_size=2, tensor_parallel_size=2, assigned_physical_gpu_ids=assigned,
-        disable_custom_all_reduce=False,
+        disable_custom_all_reduce=False, data_parallel_size=1, data_parallel_size_local=1,
     )  # fmt: skip
     with pytest.raises(HandoffConfigError, match="2 stages of 2 ranks need 4 GPUs and 1 can be seen: lower"):
         _check_gpus(parallel, HandoffSettings())
@@ -89,6 +89,11 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, assigned: list[int] | Non
     assert parallel.disable_custom_all_reduce
     parallel.world_size = parallel.pipeline_parallel_size = parallel.tensor_parallel_size = 1
     _check_gpus(parallel, HandoffSettings())
+    parallel.data_parallel_size = parallel.data_parallel_size_local = 3
+    with pytest.raises(HandoffConfigError, match="1 stages of 1 ranks in 3 replicas need 3 GPUs and 1 can be seen"):
+        _check_gpus(parallel, HandoffSettings())
+    with pytest.raises(HandoffConfigError, match="asks for 3 engines: drop one"):
+        _check_gpus(parallel, HandoffSettings(share_gpu=True))
 
 
 @pytest.mark.parametrize("option", ["worker_cls", "scheduler_cls"])
@@ -190,6 +195,7 @@ def _configuration(stages: int = 2, **different: Any) -> SimpleNamespace:
             runner_type="generate",
             is_encoder_decoder=False,
             is_diffusion=False,
+            is_moe=False,
             is_hybrid=False,
             has_inner_state=False,
         ),
@@ -216,7 +222,10 @@ def _drafting(method: str) -> SimpleNamespace:
 REFUSED: dict[str, dict[str, Any]] = {
     "the V1 model runner": {"use_v2_model_runner": False},
     "more than one node": {"parallel_config__nnodes": 2},
-    "data parallelism": {"parallel_config__data_parallel_size": 2},
+    "data parallelism of mixture-of-experts models": {
+        "parallel_config__data_parallel_size": 2,
+        "model_config__is_moe": True,
+    },
     "context parallelism": {"parallel_config__decode_context_parallel_size": 2},
     "speculative decoding by this method with pipeline parallelism": {"speculative_config": _drafting("dflash")},
     "speculative decoding with pipeline parallelism and synchronous scheduling": {
@@ -246,6 +255,7 @@ ALL = ALWAYS + WITH_STAGES + ON_A_CPU
 def test_every_refusal_has_its_case_here() -> None:
     assert set(REFUSED) == {refusal.what for refusal in ALL}
     check_supported(_configuration())
+    check_supported(_configuration(parallel_config__data_parallel_size=2))
     check_supported(_configuration(kv_transfer_config=SimpleNamespace(kv_connector="OffloadingConnector")))
 
 

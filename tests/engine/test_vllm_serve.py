@@ -187,21 +187,32 @@ def test_an_engine_that_crashes_while_it_drains_is_a_failure_too(tiny_llama: Pat
         assert within(OVER_S, lambda: not server.left()), server.left()
 
 
-def test_several_api_servers_tell_of_the_engine_that_they_share(tiny_llama: Path, tmp_path: Path) -> None:
-    with serving(tiny_llama, tmp_path, "--api-server-count", "2") as server:
-        (answer,) = in_flight(server, 30)
-        answer.join(OVER_S)
-        assert (answer.tokens, answer.error) == (30, "")
+def test_replicas_behind_several_api_servers(tiny_llama: Path, tmp_path: Path) -> None:
+    """Two engines of two stages each, and as many API servers, which is vLLM's default then."""
+    with serving(tiny_llama, tmp_path, "--data-parallel-size", "2") as server:
+        assert len(server.named("EngineCore_DP")) == 2 and len(server.named("APIServer_")) == 2
+        answers = in_flight(server, *[30] * 6)
+        for answer in answers:
+            answer.join(OVER_S)
+            assert (answer.tokens, answer.finish, answer.error) == (30, "length", "")
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        # Each connection goes to one of the two, as the kernel likes.
+        # Each connection goes to one of the servers, as the kernel likes.
         for _ in range(12):
             with opener.open(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as response:
                 text = response.read().decode()
-            (rounds,) = re.findall(r"^vllm_handoff_rounds_completed_total\{[^}]*\} ([0-9.]+)$", text, re.MULTILINE)
-            assert float(rounds) >= 30
-            # vLLM's own, of both.
-            (tokens,) = re.findall(r"^vllm:generation_tokens_total\{[^}]*\} ([0-9.]+)$", text, re.MULTILINE)
-            assert float(tokens) == 30
+            found = {}
+            for name in ("vllm_handoff_rounds_completed_total", "vllm:generation_tokens_total"):
+                samples = re.findall(rf'^{name}\{{engine="([01])"[^}}]*\}} ([0-9.]+)$', text, re.MULTILINE)
+                found[name] = {engine: float(value) for engine, value in samples}
+                assert found[name].keys() == {"0", "1"}, text[-3000:]
+            rounds, tokens = found.values()
+            assert sum(tokens.values()) == 6 * 30
+            assert all(rounds[engine] >= 30 for engine in rounds if tokens[engine])
+            # A replica that got nothing has run nothing.
+            assert all(tokens[engine] for engine in rounds if rounds[engine] >= 30)
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.exit_status() == 0, server.log()[-3000:]
+        assert within(OVER_S, lambda: not server.left()), server.left()
 
 
 @pytest.mark.parametrize("when", ["serving", "starting"])
