@@ -34,11 +34,15 @@ DEPTH = 4
 WARM_UP = 16
 
 
-def make_scheduler(cls: type, model: Path, requests: int, prefix_cache: bool) -> Any:
-    """A scheduler for two stages with room for everything."""
+def make_scheduler(cls: type, model: Path, requests: int, prefix_cache: bool, window: int = 0) -> Any:
+    """A scheduler for two stages with room for everything.
+
+    Args:
+        window: tokens that half of the layers look back by; 0: all layers see everything.
+    """
     import torch
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
     config = VllmConfig(
@@ -52,8 +56,11 @@ def make_scheduler(cls: type, model: Path, requests: int, prefix_cache: bool) ->
     )  # fmt: skip
     config.scheduler_config.async_scheduling = True
     config.cache_config.num_gpu_blocks = requests * 200
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.bfloat16)
-    kv = KVCacheConfig(requests * 200, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    shape: dict[str, Any] = dict(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.bfloat16)
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
+    if window:
+        groups.append(KVCacheGroupSpec(["other layer"], SlidingWindowSpec(sliding_window=window, **shape)))
+    kv = KVCacheConfig(requests * 200, kv_cache_tensors=[], kv_cache_groups=groups)
     return cls(
         vllm_config=config,
         kv_cache_config=kv,
@@ -127,6 +134,9 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=5, help="of each scheduler (default: %(default)s)")
     parser.add_argument("--trips", type=int, default=150, help="tokens of each request to time (default: %(default)s)")
+    parser.add_argument(
+        "--window", type=int, default=0, metavar="TOKENS", help="half of the layers look back by so many only"
+    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="as with --no-enable-prefix-caching")
     parser.add_argument("--json", help="also write the numbers to this file")
     arguments = parser.parse_args()
@@ -140,7 +150,7 @@ def main() -> None:
             times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
             for _ in range(arguments.turns):
                 for side, cls in sides.items():
-                    scheduler = make_scheduler(cls, model, requests, not arguments.no_prefix_cache)
+                    scheduler = make_scheduler(cls, model, requests, not arguments.no_prefix_cache, arguments.window)
                     add_requests(scheduler, requests, arguments.trips * 3, not arguments.no_prefix_cache)
                     times[side].append(measure(scheduler, requests * arguments.trips))
             medians = {side: [1e6 * statistics.median(part) for part in zip(*of)] for side, of in times.items()}

@@ -142,6 +142,16 @@ def in_flight(server: Server, *lengths: int) -> list[Answer]:
     return answers
 
 
+def assert_failed(server: Server, answers: list[Answer]) -> None:
+    """The engine's death is an error for every request and a failure of the server, and nothing is left."""
+    for answer in answers:
+        answer.join(OVER_S)
+        assert answer.error and not answer.finish, vars(answer)
+    assert server.exit_status() not in (0, None), server.log()[-3000:]
+    assert "The engine has died, so the server ends with a failure." in server.log()
+    assert within(OVER_S, lambda: not server.left()), server.left()
+
+
 def test_sigterm_drains_and_a_second_one_ends_at_once(tiny_llama: Path, tmp_path: Path) -> None:
     with serving(tiny_llama, tmp_path, "--shutdown-timeout", "120") as server:
         short, *long = in_flight(server, 150, *[1000] * 12)
@@ -165,12 +175,7 @@ def test_a_dead_engine_is_a_failure_of_the_server(tiny_llama: Path, tmp_path: Pa
         (engine,) = server.named("EngineCore")
         answers = in_flight(server, 1000, 1000)
         os.kill(engine, signal.SIGKILL)
-        for answer in answers:
-            answer.join(OVER_S)
-            assert answer.error and not answer.finish, vars(answer)
-        assert server.exit_status() not in (0, None), server.log()[-3000:]
-        assert "The engine has died, so the server ends with a failure." in server.log()
-        assert within(OVER_S, lambda: not server.left()), server.left()
+        assert_failed(server, answers)
 
 
 def test_an_engine_that_crashes_while_it_drains_is_a_failure_too(tiny_llama: Path, tmp_path: Path) -> None:
@@ -179,12 +184,7 @@ def test_an_engine_that_crashes_while_it_drains_is_a_failure_too(tiny_llama: Pat
         os.kill(server.process.pid, signal.SIGTERM)
         assert within(OVER_S, lambda: "mode=drain" in server.log()), server.log()[-3000:]
         os.kill(server.named("Worker")[0], signal.SIGKILL)
-        for answer in answers:
-            answer.join(OVER_S)
-            assert answer.error and not answer.finish, vars(answer)
-        assert server.exit_status() not in (0, None), server.log()[-3000:]
-        assert "The engine has died, so the server ends with a failure." in server.log()
-        assert within(OVER_S, lambda: not server.left()), server.left()
+        assert_failed(server, answers)
 
 
 def test_replicas_behind_several_api_servers(tiny_llama: Path, tmp_path: Path) -> None:

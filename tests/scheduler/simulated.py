@@ -19,7 +19,7 @@ from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfi
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -72,10 +72,12 @@ def make_scheduler(
     drafts: int = 0,
     pace: Pace | None = None,
     prefix_cache: bool = False,
+    window: int = 0,
 ) -> Any:
     """A real scheduler with `blocks` KV blocks of BLOCK tokens, and speculative decoding with `drafts` above 0.
 
     With a `pace` it decides by that and by stage times of 1 ms + 1 ms a row which requests share a round.
+    With a `window` half of the model's layers look back by so many tokens only.
     """
     config = _configuration(model, max_seqs, max_tokens, stages, asynchronous, drafts, prefix_cache)
     config.additional_config = {"handoff": {"split_rows": split_rows if pace is None else "auto"}}
@@ -84,12 +86,16 @@ def make_scheduler(
         keep_pace(config, pace)
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    if window:
+        within = SlidingWindowSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=window
+        )
+        groups.append(KVCacheGroupSpec(["other layer"], within))
     cls = HandoffScheduler if asynchronous else HandoffSyncScheduler
     return cls(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-        ),
+        kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK,
     )

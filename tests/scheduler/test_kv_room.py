@@ -52,6 +52,15 @@ def plan(pipeline: SimulatedPipeline) -> Any:
     )
 
 
+def held(pipeline: SimulatedPipeline) -> list[dict[str, list[int]]]:
+    """Of each group and request the blocks that it has; of those that a window has left, only that there were some."""
+    groups = pipeline.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return [
+        {req_id: [block.block_id for block in blocks] for req_id, blocks in group.req_to_blocks.items() if blocks}
+        for group in groups
+    ]
+
+
 def run(pipeline: SimulatedPipeline, number: int, event: tuple) -> None:
     kind, *values = event
     if kind == "add":
@@ -63,11 +72,13 @@ def run(pipeline: SimulatedPipeline, number: int, event: tuple) -> None:
             pipeline.abort(alive[values[0] % len(alive)])
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("drafts", "window"), [(0, 0), (3, 0), (0, 5), (0, 40), (3, 16)])
 @MANY
 @given(events=st.lists(ADD | STEPS | ABORT, max_size=40), blocks=st.sampled_from([12, 20, 80]))
-def test_every_round_gets_the_same_blocks(tiny_llama: Path, drafts: int, events: list, blocks: int) -> None:
-    short, long, _ = pipelines(tiny_llama, blocks=blocks, drafts=drafts)
+def test_every_round_gets_the_same_blocks(
+    tiny_llama: Path, drafts: int, window: int, events: list, blocks: int
+) -> None:
+    short, long, _ = pipelines(tiny_llama, blocks=blocks * (2 if window else 1), drafts=drafts, window=window)
     for number, event in enumerate(events):
         if event[0] in ("add", "abort"):
             run(short, number, event)
@@ -78,15 +89,17 @@ def test_every_round_gets_the_same_blocks(tiny_llama: Path, drafts: int, events:
                 assert short.collect() == long.collect()
             elif short.schedule() | long.schedule():
                 assert plan(short) == plan(long)
+                assert held(short) == held(long)
     short.finish()
     long.finish()
     assert short.rounds == long.rounds
 
 
+@pytest.mark.parametrize("window", [0, 20])
 @MANY
 @given(requests=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 60), st.integers(0, 70)), max_size=8))
-def test_the_same_blocks_end_up_in_the_prefix_cache(tiny_llama: Path, requests: list) -> None:
-    short, long, _ = pipelines(tiny_llama, blocks=200, prefix_cache=True)
+def test_the_same_blocks_end_up_in_the_prefix_cache(tiny_llama: Path, window: int, requests: list) -> None:
+    short, long, _ = pipelines(tiny_llama, blocks=400, prefix_cache=True, window=window)
     for pipeline in (short, long):
         for number, request in enumerate(requests):
             run(pipeline, number, ("add", *request))
@@ -99,15 +112,17 @@ def test_the_same_blocks_end_up_in_the_prefix_cache(tiny_llama: Path, requests: 
     assert cached(short) == cached(long)
 
 
-def test_vllm_is_asked_once_a_block(tiny_llama: Path) -> None:
-    short, long, asked = pipelines(tiny_llama, blocks=80, prefix_cache=True)
+@pytest.mark.parametrize("window", [0, 40])
+def test_vllm_is_asked_once_a_block(tiny_llama: Path, window: int) -> None:
+    short, long, asked = pipelines(tiny_llama, blocks=80, prefix_cache=True, window=window)
     short.add("a", prompt=16, budget=161)
     short.finish()
     long.add("a", prompt=16, budget=161)
     long.finish()
     # 16 tokens of a prompt and 160 decoded ones fill eleven blocks; the last token takes none.
-    assert asked[0] == 11
-    assert asked[1] <= 2 * 11
+    # A window is left by eight of them, a few tokens after a new one was taken.
+    assert asked[0] == 11 + (8 if window else 0)
+    assert asked[1] <= 3 * 11
 
 
 def test_other_kinds_of_kv_are_left_alone() -> None:
