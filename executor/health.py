@@ -11,6 +11,7 @@ from typing import Any
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _METRICS_TIMEOUT_S = 5.0
+_QUIET = "vllm_handoff_seconds_without_progress"
 
 
 class NotHealthyError(RuntimeError):
@@ -29,7 +30,7 @@ class Progress:
         completed: rounds completed since the start.
         in_flight: rounds in flight.
         requests: requests that run or wait.
-        quiet_s: seconds since the rounds in flight last advanced.
+        quiet_s: seconds since the rounds in flight last advanced; of several engines, of that for which it is longest.
     """
 
     completed: int
@@ -91,7 +92,9 @@ class Server:
         """
         values: dict[str, float] = {}
         for name, value in _SAMPLE.findall(self._get("/metrics", None, _METRICS_TIMEOUT_S)):
-            values[name] = values.get(name, 0.0) + float(value)
+            before = values.get(name, 0.0)
+            # One sample an engine.
+            values[name] = max(before, float(value)) if name == _QUIET else before + float(value)
         if "vllm_handoff_rounds_completed_total" not in values:
             raise NoMetricsError(
                 f"{self.url}/metrics says nothing of vllm-handoff: the server runs another executor, or has "
@@ -101,7 +104,7 @@ class Server:
             int(values["vllm_handoff_rounds_completed_total"]),
             int(values["vllm_handoff_rounds_in_flight"]),
             int(values.get("vllm:num_requests_running", 0) + values.get("vllm:num_requests_waiting", 0)),
-            values["vllm_handoff_seconds_without_progress"],
+            values[_QUIET],
         )
 
     def _get(self, path: str, body: dict[str, Any] | None, timeout: float) -> str:
@@ -148,6 +151,11 @@ class ProgressWatch:
             # Rounds cannot be watched: tokens of our own have to do.
             return self._probe(now) if self._due(now) else "well; rounds cannot be watched without metrics"
         if progress.completed != self._completed:
+            if self._completed >= 0 and progress.quiet_s > self._stall_after:
+                # Rounds of another engine have advanced.
+                raise NotHealthyError(
+                    f"alive but not advancing: one of the engines has made no progress for {progress.quiet_s:.0f} s"
+                )
             self._completed, self._advanced_at = progress.completed, now
             return f"advancing: {progress.completed} rounds, {progress.in_flight} in flight"
         quiet = now - self._advanced_at

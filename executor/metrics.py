@@ -201,6 +201,26 @@ class HandoffCollector:
         return {"command": idle, "hop": counts.device_hop_wait_ns, "handoff": counts.device_handoff_wait_ns}
 
 
+class EnginesCollector:
+    """The collectors of several engines as one: a metric that they share stands once, with the samples of each."""
+
+    def __init__(self, collectors: Sequence[HandoffCollector]) -> None:
+        self._collectors = collectors
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing, so that registering does not collect."""
+        return ()
+
+    def collect(self) -> Iterable[Any]:
+        found: dict[str, Any] = {}
+        for collector in self._collectors:
+            for metric in collector.collect():
+                found.setdefault(metric.name, metric)
+                if found[metric.name] is not metric:
+                    found[metric.name].samples += metric.samples
+        return found.values()
+
+
 def publish(vllm_config: Any, engines: Iterable[int]) -> None:
     """Put metrics of engines into this process's Prometheus registry, in place of earlier engines'.
 
@@ -212,7 +232,7 @@ def publish(vllm_config: Any, engines: Iterable[int]) -> None:
     from prometheus_client import REGISTRY
 
     for earlier in list(REGISTRY._collector_to_names):
-        if isinstance(earlier, HandoffCollector):
+        if isinstance(earlier, EnginesCollector):
             REGISTRY.unregister(earlier)
     parallel = vllm_config.parallel_config
     collectors = []
@@ -220,19 +240,21 @@ def publish(vllm_config: Any, engines: Iterable[int]) -> None:
         name = engine_name(vllm_config.instance_id, index)
         if parallel._api_process_count > 1:
             name = sibling_name(index) or name
-        collector = HandoffCollector(
-            name,
-            parallel.world_size,
-            parallel.tensor_parallel_size * parallel.prefill_context_parallel_size,
-            {"model_name": vllm_config.model_config.served_model_name, "engine": str(index)},
+        collectors.append(
+            HandoffCollector(
+                name,
+                parallel.world_size,
+                parallel.tensor_parallel_size * parallel.prefill_context_parallel_size,
+                {"model_name": vllm_config.model_config.served_model_name, "engine": str(index)},
+            )
         )
-        REGISTRY.register(collector)
-        collectors.append(collector)
-    _join_registries_of_several_processes(collectors)
+    collector = EnginesCollector(collectors)
+    REGISTRY.register(collector)
+    _join_registries_of_several_processes(collector)
 
 
-def _join_registries_of_several_processes(collectors: Sequence[Any]) -> None:
-    """Put `collectors` into every registry that holds the counts of several processes.
+def _join_registries_of_several_processes(collector: EnginesCollector) -> None:
+    """Put `collector` into every registry that holds the counts of several processes.
 
     Why: with several API servers a new registry is made for /metrics, by vLLM
     0.32 and for each request once more by prometheus_fastapi_instrumentator. They hold what
@@ -249,8 +271,7 @@ def _join_registries_of_several_processes(collectors: Sequence[Any]) -> None:
     def init(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
         original(self, registry, *args, **kwargs)
         if registry is not None:
-            for collector in collectors:
-                registry.register(collector)
+            registry.register(collector)
 
     setattr(init, _ORIGINAL, original)
     owner.__init__ = init

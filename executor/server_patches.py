@@ -23,6 +23,8 @@ _LAUNCHER = "vllm.entrypoints.launchers.launcher"
 _MARK = "_vllm_handoff_patch"
 # Until an engine that has ended is given up to be seen to have; never needed so far.
 _END_S = 60.0
+# How a process of the engine ends that was asked to, or had no time left for it; None: it has not ended.
+_ENDS = (None, 0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL)
 
 
 def apply() -> None:
@@ -38,13 +40,18 @@ class _AskedFor:
     Attributes:
         begun: it has been asked for.
         over: the engine has ended since.
-        crashed: it ended by an exception all the same, on its way there.
+        processes: the engine's, none if another process has started them.
     """
 
     def __init__(self) -> None:
         self.begun = threading.Event()
         self.over = threading.Event()
-        self.crashed = False
+        self.processes: list[Any] = []
+
+    @property
+    def crashed(self) -> bool:
+        """Whether a process has ended by itself, by an exception for instance, and not as it was asked to."""
+        return self.begun.is_set() and any(process.exitcode not in _ENDS for process in self.processes)
 
 
 def _end_as_asked(owner: Any) -> None:
@@ -102,7 +109,7 @@ def _told_of(engine: Any, asked: _AskedFor, tell: Callable[[], None]) -> Callabl
     loop, shutdown = asyncio.get_running_loop(), engine.shutdown
 
     def told(timeout: float | None = None) -> None:
-        processes = _processes(engine)
+        asked.processes = _processes(engine)
         if not engine.errored:
             asked.begun.set()
         if not loop.is_closed():
@@ -110,8 +117,6 @@ def _told_of(engine: Any, asked: _AskedFor, tell: Callable[[], None]) -> Callabl
         try:
             shutdown(timeout=timeout)
         finally:
-            # What an exception has ended; a signal has a negative one, and may well have come from here.
-            asked.crashed = asked.begun.is_set() and any((process.exitcode or 0) > 0 for process in processes)
             asked.over.set()
 
     return told

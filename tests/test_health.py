@@ -49,6 +49,27 @@ def test_metrics_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         server.progress()
 
 
+def test_one_of_several_engines_that_stands_still_is_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("http://nowhere/")
+    watch = ProgressWatch(server, stall_after=30, probe_after=30)
+
+    def look(now: float, completed: int, *quiet: float) -> str:
+        text = METRICS.replace(" 12.0", f" {completed}")
+        text += "".join(
+            f'vllm_handoff_seconds_without_progress{{engine="{index}"}} {value}\n'
+            for index, value in enumerate(quiet, 1)
+        )
+        monkeypatch.setattr(server, "_get", lambda *_: text)
+        return watch.look(now)
+
+    # Long rounds of several engines do not add up.
+    for now in range(5):
+        assert "advancing" in look(now, 12 + now, 20.0, 20.0)
+    with pytest.raises(NotHealthyError, match="alive but not advancing: one of the engines .* for 31 s"):
+        look(6, 30, 31.0, 0.0)
+    assert "advancing" in look(7, 31, 0.0, 0.0)
+
+
 def test_rounds_that_stand_still_are_a_stall_only_after_a_while() -> None:
     server = FakeServer()
     watch = ProgressWatch(server, stall_after=30, probe_after=30)

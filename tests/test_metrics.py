@@ -298,6 +298,31 @@ def test_the_collector_reads_the_boards_of_its_engine(tmp_path: Path, monkeypatc
     assert found["stage_rounds_total1"] == 3 and 1 <= found["stage_waiting_seconds_total0command"] < 60
 
 
+def test_replicas_share_their_metrics_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may stand once in what Prometheus is given, its samples side by side."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    monkeypatch.setattr(board.tempfile, "gettempdir", lambda: str(tmp_path))
+    collectors = []
+    for index in range(2):
+        folder = tmp_path / f"vllm-handoff-{index}"
+        folder.mkdir()
+        Board(board.worker_board(str(folder), 0), WorkerCounts(rounds=3))
+        Board(folder / board.ENGINE_BOARD, RoundStats(rounds=5 + index))
+        board.announce(str(folder), board.engine_name("4711", index))
+        labels = {"model_name": "m", "engine": str(index)}
+        collectors.append(metrics.HandoffCollector(board.engine_name("4711", index), 1, 1, labels))
+    registry = CollectorRegistry()
+    registry.register(metrics.EnginesCollector(collectors))  # type: ignore[arg-type]
+    lines = generate_latest(registry).decode().splitlines()
+    types = [line for line in lines if line.startswith("# TYPE")]
+    assert len(types) == len(set(types)) > 10
+    assert [line for line in lines if line.startswith("vllm_handoff_rounds_total{")] == [
+        'vllm_handoff_rounds_total{engine="0",model_name="m"} 5.0',
+        'vllm_handoff_rounds_total{engine="1",model_name="m"} 6.0',
+    ]
+
+
 def test_registries_of_several_processes_have_the_newest_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,7 +342,7 @@ def test_registries_of_several_processes_have_the_newest_engine(
     monkeypatch.setattr(multiprocess.MultiProcessCollector, "__init__", multiprocess.MultiProcessCollector.__init__)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     for name in ("earlier", "newest"):
-        metrics._join_registries_of_several_processes([Engine(name)])
+        metrics._join_registries_of_several_processes(Engine(name))  # type: ignore[arg-type]
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     assert [metric.name for metric in registry.collect()] == ["newest"]

@@ -81,10 +81,11 @@ def test_an_end_that_was_asked_for_is_none_though_it_kills_the_engine() -> None:
     serve("end")
 
 
+@pytest.mark.parametrize("exitcode", [1, -11])
 @pytest.mark.parametrize("cancels", [False, True])
-def test_an_engine_that_crashes_on_its_way_to_an_end_is_a_failure(cancels: bool) -> None:
+def test_an_engine_that_crashes_on_its_way_to_an_end_is_a_failure(cancels: bool, exitcode: int) -> None:
     with pytest.raises(EngineDeadError):
-        serve("end", exitcode=1, cancels=cancels)
+        serve("end", exitcode=exitcode, cancels=cancels)
 
 
 def test_a_signal_on_the_way_is_none_and_vllm_closes_the_connections() -> None:

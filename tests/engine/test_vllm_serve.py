@@ -187,6 +187,15 @@ def test_an_engine_that_crashes_while_it_drains_is_a_failure_too(tiny_llama: Pat
         assert_failed(server, answers)
 
 
+def _samples(server: Server, name: str) -> dict[str, float]:
+    """A metric's value for each engine."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    found = re.findall(rf'^{name}\{{engine="([0-9]+)"[^}}]*\}} ([0-9.]+)$', text, re.MULTILINE)
+    return {engine: float(value) for engine, value in found}
+
+
 def test_replicas_behind_several_api_servers(tiny_llama: Path, tmp_path: Path) -> None:
     """Two engines of two stages each, and as many API servers, which is vLLM's default then."""
     with serving(tiny_llama, tmp_path, "--data-parallel-size", "2") as server:
@@ -195,21 +204,17 @@ def test_replicas_behind_several_api_servers(tiny_llama: Path, tmp_path: Path) -
         for answer in answers:
             answer.join(OVER_S)
             assert (answer.tokens, answer.finish, answer.error) == (30, "length", "")
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        # A server counts an answer's last tokens a moment after it has sent them.
+        assert within(OVER_S, lambda: sum(_samples(server, "vllm:generation_tokens_total").values()) == 6 * 30)
         # Each connection goes to one of the servers, as the kernel likes.
         for _ in range(12):
-            with opener.open(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as response:
-                text = response.read().decode()
-            found = {}
-            for name in ("vllm_handoff_rounds_completed_total", "vllm:generation_tokens_total"):
-                samples = re.findall(rf'^{name}\{{engine="([01])"[^}}]*\}} ([0-9.]+)$', text, re.MULTILINE)
-                found[name] = {engine: float(value) for engine, value in samples}
-                assert found[name].keys() == {"0", "1"}, text[-3000:]
-            rounds, tokens = found.values()
-            assert sum(tokens.values()) == 6 * 30
-            assert all(rounds[engine] >= 30 for engine in rounds if tokens[engine])
+            rounds = _samples(server, "vllm_handoff_rounds_completed_total")
+            tokens = _samples(server, "vllm:generation_tokens_total")
+            assert rounds.keys() == tokens.keys() == {"0", "1"}
             # A replica that got nothing has run nothing.
-            assert all(tokens[engine] for engine in rounds if rounds[engine] >= 30)
+            assert {engine for engine in rounds if rounds[engine] >= 30} == {
+                engine for engine in tokens if tokens[engine]
+            }
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.exit_status() == 0, server.log()[-3000:]
         assert within(OVER_S, lambda: not server.left()), server.left()
